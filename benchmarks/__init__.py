@@ -1,0 +1,1 @@
+"""Measurements and programs that show tileattn at work; not part of the installed package."""

@@ -1,0 +1,1 @@
+"""Real models end to end, with tileattn as their attention."""

@@ -1,0 +1,60 @@
+/* Which instruction sets are compiled in, and which of them this machine can run. */
+#include "region.h"
+#include "tileattn.h"
+
+#if TA_HAVE_X86_REGIONS
+#include <cpuid.h>
+
+enum { XMM_YMM = 0x06, XMM_YMM_ZMM = 0xe6 }; /* bits of XCR0: register state the system saves */
+
+/* __builtin_cpu_supports is not used: one distribution's clang answers 0 to everything. */
+static int system_saves(unsigned state)
+{
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
+        return 0;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & state) == state;
+}
+
+static int leaf7_has(unsigned wanted)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & wanted) == wanted;
+}
+
+static int has_fma(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_AVX);
+}
+
+static int supported_avx2(void)
+{
+    return system_saves(XMM_YMM) && has_fma() && leaf7_has(bit_AVX2);
+}
+
+static int supported_avx512(void)
+{
+    return supported_avx2() && system_saves(XMM_YMM_ZMM) &&
+           leaf7_has(bit_AVX512F | bit_AVX512VL | bit_AVX512DQ | bit_AVX512BW);
+}
+#endif
+
+static int supported_baseline(void)
+{
+    return 1;
+}
+
+#define TA_ISA(name) extern const ta_kernels ta_kernels_f32_##name, ta_kernels_f64_##name;
+#include "isa_list.h"
+#undef TA_ISA
+
+const ta_isa ta_isas[] = {
+#define TA_ISA(name) {#name, supported_##name, &ta_kernels_f32_##name, &ta_kernels_f64_##name},
+#include "isa_list.h"
+#undef TA_ISA
+};
+
+const int ta_isa_count = (int)(sizeof ta_isas / sizeof ta_isas[0]);

@@ -1,0 +1,36 @@
+/* The kernels for CPUs with AVX2 and FMA. */
+#include "region.h"
+
+#if TA_HAVE_X86_REGIONS
+
+#include "tileattn.h"
+
+/* System headers stand before the region, so that their inline functions stay baseline code. */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+
+#define TA_ISA_NAME avx2
+#define TA_SIMD "simd/avx2.h"
+
+#define TA_BITS 32
+#include "kernel/kernels.inc.h"
+#undef TA_BITS
+#define TA_BITS 64
+#include "kernel/kernels.inc.h"
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif

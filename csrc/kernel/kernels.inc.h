@@ -1,0 +1,65 @@
+/* All kernels of one instruction set and element type, and their table.
+ *
+ * The including isa/<isa>.c says TA_ISA_NAME, TA_SIMD (its vocabulary) and TA_BITS (32 or 64). The
+ * bodies below name no instruction set: they are written in `real`, `vec` and the vocabulary.
+ */
+
+#if TA_BITS == 32
+#define real float
+#define integer int32_t
+#define TA_TYPE f32
+#else
+#define real double
+#define integer int64_t
+#define TA_TYPE f64
+#endif
+
+/* ta_<name>_<type>_<isa>: static everywhere, and yet told apart in a profile. */
+#define TA_JOIN4(a, b, c, d) a##b##_##c##_##d
+#define TA_JOIN(a, b, c, d) TA_JOIN4(a, b, c, d)
+#define TA_NAME(name) TA_JOIN(ta_, name, TA_TYPE, TA_ISA_NAME)
+
+#define TA_INLINE static inline __attribute__((always_inline))
+#define TA_NOINLINE static __attribute__((noinline))
+#ifdef __clang__
+#define TA_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define TA_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+#include TA_SIMD
+
+#include "kernel/pack.inc.h"
+#include "kernel/outer.inc.h"
+#include "kernel/gemm.inc.h"
+#include "kernel/exp2.inc.h"
+#include "kernel/attention.inc.h"
+#include "kernel/norm.inc.h"
+#include "kernel/peak.inc.h"
+
+extern const ta_kernels TA_NAME(kernels);
+const ta_kernels TA_NAME(kernels) = {
+    .itemsize = sizeof(real),
+    .vl = TA_VL,
+    .gemm_mr = TA_GEMM_MR,
+    .gemm_nr = TA_GEMM_NV * TA_VL,
+    .gemm_mc = TA_GEMM_MC,
+    .attention_mr = TA_ATTENTION_MR,
+    .attention_nr = TA_ATTENTION_NV * TA_VL,
+    .pack_rows = TA_NAME(pack_rows),
+    .pack_columns = TA_NAME(pack_columns),
+    .gemm_tile = TA_NAME(gemm_tile),
+    .start_row = TA_NAME(start_row),
+    .score_tile = TA_NAME(score_tile),
+    .softmax_tile = TA_NAME(softmax_tile),
+    .value_tile = TA_NAME(value_tile),
+    .finish_row = TA_NAME(finish_row),
+    .all_finite = TA_NAME(all_finite),
+    .add_norm_row = TA_NAME(add_norm_row),
+    .fma_rounds = TA_NAME(fma_rounds),
+};
+
+/* The other macros mean the same for both element types and stand. */
+#undef real
+#undef integer
+#undef TA_TYPE

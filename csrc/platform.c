@@ -1,0 +1,76 @@
+/* What the operating system says: CPUs, forks, memory. */
+#ifdef __linux__
+#define _GNU_SOURCE
+#include <sched.h>
+#include <sys/mman.h>
+#endif
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+#include <stdlib.h>
+
+#include "tileattn.h"
+
+int ta_allowed_cpus(void)
+{
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        return CPU_COUNT(&set);
+#endif
+    return 0;
+}
+
+/* The child of a fork has none of its parent's OpenMP threads, and libgomp waits for them for ever:
+ * such a child works on one thread. */
+static volatile int forked_child;
+
+#ifndef _WIN32
+static void note_fork(void)
+{
+    forked_child = 1;
+}
+#endif
+
+int ta_watch_fork(void)
+{
+#ifndef _WIN32
+    return pthread_atfork(NULL, NULL, note_fork);
+#else
+    return 0;
+#endif
+}
+
+int ta_is_forked_child(void)
+{
+    return forked_child;
+}
+
+enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
+
+void *ta_allocate(size_t bytes)
+{
+    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : CACHE_LINE;
+    void *memory = NULL;
+#ifdef _WIN32
+    memory = _aligned_malloc(bytes ? bytes : 1, alignment);
+#else
+    if (posix_memalign(&memory, alignment, bytes ? bytes : 1) != 0)
+        return NULL;
+#endif
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    /* Advice: where huge pages are not to be had, the memory works all the same. */
+    if (memory != NULL && alignment == HUGE_PAGE)
+        (void)madvise(memory, bytes - bytes % HUGE_PAGE, MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
+void ta_release(void *memory)
+{
+#ifdef _WIN32
+    _aligned_free(memory);
+#else
+    free(memory);
+#endif
+}

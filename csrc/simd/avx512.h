@@ -1,0 +1,34 @@
+/* AVX-512 vocabulary and tile sizes: 32 registers of 64 bytes. */
+#define TA_VECTOR_BYTES 64
+#include "simd/vector.h"
+
+#define TA_GEMM_MR 14 /* 14 x 2 accumulators, a row of B and a broadcast fill 31 of 32 registers */
+#define TA_GEMM_NV 2
+#define TA_GEMM_MC 112
+#define TA_ATTENTION_MR 8
+#define TA_ATTENTION_NV 2
+#define TA_EACH_GEMM_ROWS(X, NV) \
+    X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV) X(7, NV) X(8, NV) X(9, NV) X(10, NV) X(11, NV) X(12, NV) X(13, NV) X(14, NV)
+#define TA_EACH_ATTENTION_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV) X(7, NV) X(8, NV)
+
+/* a > b ? a : b, so that a NaN in b comes through */
+#define vec_max TA_NAME(vec_max)
+static inline vec vec_max(vec a, vec b)
+{
+#if TA_BITS == 32
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return (vec)_mm512_max_pd((__m512d)a, (__m512d)b);
+#endif
+}
+
+/* Whether any lane of a is greater than that of b. */
+#define vec_any_greater TA_NAME(vec_any_greater)
+static inline int vec_any_greater(vec a, vec b)
+{
+#if TA_BITS == 32
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+    return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_GT_OQ) != 0;
+#endif
+}

@@ -1,0 +1,120 @@
+/* The SIMD vocabulary that compilers' vector types give on every instruction set.
+ *
+ * Included by each simd/<isa>.h, once for an element type, after it has said TA_VECTOR_BYTES and
+ * before it adds the few operations for which these types lose to an intrinsic: vec_max,
+ * vec_any_greater. `vec` is TA_VL lanes of `real`, `veci` as many integers of the same width (and
+ * what comparisons give: all bits of a lane set, or none).
+ */
+
+#define vec TA_NAME(vec)
+#define veci TA_NAME(veci)
+typedef real vec __attribute__((vector_size(TA_VECTOR_BYTES)));
+typedef integer veci __attribute__((vector_size(TA_VECTOR_BYTES)));
+/* the same in memory, aligned as an element is */
+typedef real TA_NAME(loose)
+    __attribute__((vector_size(TA_VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+
+#define TA_VL (TA_VECTOR_BYTES / (int)sizeof(real))
+
+#define vec_load TA_NAME(vec_load)
+static inline vec vec_load(const real *from)
+{
+    return *(const TA_NAME(loose) *)from;
+}
+
+#define vec_store TA_NAME(vec_store)
+static inline void vec_store(real *to, vec v)
+{
+    *(TA_NAME(loose) *)to = v;
+}
+
+/* The first `count` lanes, 0 <= count <= TA_VL; the others are zero and their memory is not touched. */
+#define vec_load_part TA_NAME(vec_load_part)
+static inline vec vec_load_part(const real *from, ptrdiff_t count)
+{
+    vec v = {0};
+    memcpy(&v, from, (size_t)count * sizeof(real));
+    return v;
+}
+
+#define vec_store_part TA_NAME(vec_store_part)
+static inline void vec_store_part(real *to, vec v, ptrdiff_t count)
+{
+    memcpy(to, &v, (size_t)count * sizeof(real));
+}
+
+#define vec_all TA_NAME(vec_all)
+static inline vec vec_all(real value)
+{
+    return value - (vec){0}; /* not +: it would turn -0 into 0 */
+}
+
+/* where ? a : b, lane by lane */
+#define vec_select TA_NAME(vec_select)
+static inline vec vec_select(veci where, vec a, vec b)
+{
+    return (vec)((where & (veci)a) | (~where & (veci)b));
+}
+
+/* Interleaving of two vectors' lower and upper halves: the steps of every transposition here. */
+#if TA_VECTOR_BYTES * 8 / TA_BITS == 16
+#define TA_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define TA_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif TA_VECTOR_BYTES * 8 / TA_BITS == 8
+#define TA_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define TA_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#elif TA_VECTOR_BYTES * 8 / TA_BITS == 4
+#define TA_LOW 0, 4, 1, 5
+#define TA_HIGH 2, 6, 3, 7
+#else
+#define TA_LOW 0, 2
+#define TA_HIGH 1, 3
+#endif
+
+#define vec_zip_low TA_NAME(vec_zip_low)
+static inline vec vec_zip_low(vec a, vec b)
+{
+    return __builtin_shufflevector(a, b, TA_LOW);
+}
+
+#define vec_zip_high TA_NAME(vec_zip_high)
+static inline vec vec_zip_high(vec a, vec b)
+{
+    return __builtin_shufflevector(a, b, TA_HIGH);
+}
+
+#undef TA_LOW
+#undef TA_HIGH
+
+/* Sum and maximum of the lanes, halving in a fixed order. */
+#define vec_sum TA_NAME(vec_sum)
+static inline real vec_sum(vec v)
+{
+    real lanes[TA_VL];
+    vec_store(lanes, v);
+    for (int half = TA_VL / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+#define vec_lanes_max TA_NAME(vec_lanes_max)
+static inline real vec_lanes_max(vec v)
+{
+    real lanes[TA_VL];
+    vec_store(lanes, v);
+    real max = lanes[0];
+    for (int i = 1; i < TA_VL; i++)
+        max = max > lanes[i] ? max : lanes[i];
+    return max;
+}
+
+/* Lane numbers 0, 1, 2, ... */
+#define vec_iota TA_NAME(vec_iota)
+static inline veci vec_iota(void)
+{
+    static const integer lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    veci v;
+    memcpy(&v, lanes, sizeof v);
+    return v;
+}

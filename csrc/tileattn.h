@@ -1,0 +1,109 @@
+/* The boundary between the Cython loops and the C tile kernels: one table of kernels for each
+ * instruction set and element type, and the choice between the tables.
+ *
+ * Kernels work on one tile, allocate nothing, know nothing of Python and start no threads. Strides
+ * count elements. `real` stands for the table's element type, float or double.
+ */
+#ifndef TILEATTN_H
+#define TILEATTN_H
+
+#include <stddef.h>
+
+/* C[rows x columns] (+)= A B + bias over one slice of the contracted axis. See kernel/gemm.inc.h. */
+typedef struct ta_gemm_tile {
+    int rows;            /* 1 .. gemm_mr */
+    int columns;         /* 1 .. gemm_nr */
+    ptrdiff_t depth;     /* length of the slice */
+    const void *a;       /* [depth][rows], packed */
+    const void *b;       /* [depth][columns rounded up to vl], packed */
+    void *c;             /* row i starts at c + i * c_stride */
+    ptrdiff_t c_stride;
+    int accumulate;      /* add to C; otherwise C is written without being read */
+    const void *bias;    /* [columns], added last; NULL for none */
+    const void *b_next;  /* the panel read after this one, to prefetch; NULL for none */
+} ta_gemm_tile;
+
+/* One tile of stacked query rows against one block of keys. See kernel/attention.inc.h. */
+typedef struct ta_attention_tile {
+    int rows;                /* 1 .. attention_mr */
+    ptrdiff_t head_dim;
+    ptrdiff_t v_columns;     /* value columns, rounded up to whole vectors */
+    const void *q;           /* [head_dim][rows], packed, times scale * log2(e) */
+    const void *k;           /* [panel][head_dim][attention_nr], packed */
+    const void *v;           /* row of key j of the block at v + j * v_stride */
+    ptrdiff_t v_stride;
+    ptrdiff_t key_start;     /* position of the block's first key */
+    ptrdiff_t key_begin;     /* keys of the block that any of the rows sees: [key_begin, key_end), */
+    ptrdiff_t key_end;       /*   counted from key_start */
+    int edge;                /* some row does not see all of them */
+    const ptrdiff_t *first;  /* row i sees the positions [first[i], last[i]) */
+    const ptrdiff_t *last;
+    void *scores;            /* [rows][score_stride], scratch */
+    ptrdiff_t score_stride;
+    void *row_max;           /* [rows]; -inf until the row has seen a key */
+    void *row_sum;           /* [rows][vl]; the sum is that of the lanes */
+    void *out;               /* [rows][out_stride], running sum of weighted values */
+    ptrdiff_t out_stride;
+} ta_attention_tile;
+
+/* What is done to a row of x + residual. See kernel/norm.inc.h. */
+typedef struct ta_norm {
+    ptrdiff_t columns;
+    int normalize;       /* otherwise x + residual is the result */
+    const void *weight;  /* [columns], or NULL for ones */
+    const void *bias;    /* [columns], or NULL for zeros */
+    double epsilon;
+} ta_norm;
+
+typedef struct ta_kernels {
+    int itemsize;
+    int vl;            /* lanes of a vector */
+    int gemm_mr;       /* rows of a register tile */
+    int gemm_nr;       /* columns of a packed panel; those of the last one are rounded up to vl */
+    int gemm_mc;       /* rows of a packed block of A */
+    int attention_mr;  /* rows of a score tile */
+    int attention_nr;  /* keys of a packed panel */
+
+    /* dst[j][i] = scale * rows[i][j * column_stride] for i < count, j < depth. */
+    void (*pack_rows)(void *dst, const void *const *rows, int count, ptrdiff_t depth,
+                      ptrdiff_t column_stride, double scale);
+    /* dst[p][j] = src[p * row_stride + j * column_stride], zero for j >= columns. */
+    void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, int columns, int width,
+                         ptrdiff_t row_stride, ptrdiff_t column_stride);
+    void (*gemm_tile)(const ta_gemm_tile *tile);
+    /* A row that has seen no key: out and row_sum zero, row_max -inf. */
+    void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum);
+    void (*score_tile)(const ta_attention_tile *tile);
+    void (*softmax_tile)(const ta_attention_tile *tile);
+    void (*value_tile)(const ta_attention_tile *tile);
+    /* dst[j] = out[j] / sum of the lanes of row_sum, lse = natural log of the softmax's denominator;
+     * zeros and -inf for a row that has seen no key. */
+    void (*finish_row)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
+                       const void *out, const void *row_max, const void *row_sum);
+    /* Whether every value of the rows is finite. */
+    int (*all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
+    /* dst = norm(x + residual); residual may be NULL, dst may be x or residual. */
+    void (*add_norm_row)(void *dst, const void *x, const void *residual, const ta_norm *norm);
+    /* Floating-point operations done by `rounds` rounds of independent multiply-adds in registers. */
+    double (*fma_rounds)(ptrdiff_t rounds);
+} ta_kernels;
+
+typedef struct ta_isa {
+    const char *name;
+    int (*supported)(void);  /* by this CPU and its operating system */
+    const ta_kernels *f32;
+    const ta_kernels *f64;
+} ta_isa;
+
+/* The instruction sets compiled in, best first. */
+extern const ta_isa ta_isas[];
+extern const int ta_isa_count;
+
+/* Process facts that decide about threads and memory (platform.c). */
+int ta_allowed_cpus(void);           /* CPUs this thread may run on; 0 if unknown */
+int ta_watch_fork(void);             /* arms ta_is_forked_child; non-zero on failure */
+int ta_is_forked_child(void);        /* whether this process is a fork of one that had armed it */
+void *ta_allocate(size_t bytes);     /* 2 MiB-aligned on huge pages when large, else 64-byte-aligned */
+void ta_release(void *memory);
+
+#endif

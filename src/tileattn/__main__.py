@@ -1,0 +1,527 @@
+"""The command line, ``python -m tileattn`` or ``tileattn``: run, cost and info.
+
+``run`` is the main job live: it runs one attention block, compares the result with the reference,
+times it beside NumPy, and prints the table of the cost model with what was measured. Faults of the
+user's files and sizes end in one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+import tileattn
+from tileattn import AttentionBlock, LayerNorm, _core, reference
+from tileattn.cost import BlockCost, attention_block_cost, format_count
+
+Array = npt.NDArray[Any]
+#: Names of steps and their seconds, as `AttentionBlock.profile` returns them.
+Steps = list[tuple[str, float]]
+
+SIZES = {"B": 1, "T": 512, "D": 768, "N": 12, "K": 4, "H": 64}
+#: Which rows of the cost table each step of `AttentionBlock.profile` covers.
+ROWS_OF_STEP = (slice(0, 3), slice(3, 6), slice(6, 8))
+#: Largest error that passes, in units of the output's root mean square: some 80 roundings.
+TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
+#: The comparison in NumPy holds all scores at once; beyond this it is left out.
+NUMPY_SCORE_BYTES = 1 << 30
+
+
+class CommandError(Exception):
+    """A fault of what the user gave; the text is the line that is shown."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; those of the process where not given.
+
+    Returns
+    -------
+    int
+        Exit status: 0; 1 where the result differs from the reference; 2 for unusable input;
+        130 for Ctrl-C; 141 where the reader of the output has gone.
+
+    Examples
+    --------
+    >>> main(["cost", "-T", "128"]) == 0  # doctest: +ELLIPSIS
+    B 1  T 128 ...
+    True
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        status: int = arguments.command(arguments)
+        sys.stdout.flush()
+        return status
+    except CommandError as error:
+        message = str(error)
+    except MemoryError as error:
+        message = f"out of memory. {error}"
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _abandon_output()
+        return 141
+    except OSError as error:
+        _abandon_output()
+        message = f"cannot write the output: {error}"
+    print(f"tileattn: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _abandon_output() -> None:
+    """Keep the interpreter's own flush at exit from failing once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _blaming(subject: str | None, *errors: type[Exception]) -> Iterator[None]:
+    """Turn `errors` of the work inside into a CommandError, about `subject` where given."""
+    try:
+        yield
+    except errors as error:
+        raise CommandError(f"{subject}: {error}" if subject else str(error)) from error
+
+
+# ------------------------------------------------------------------ arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{message} (see {self.prog} --help)")
+
+
+def _whole_number(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {minimum}, got {text!r}"
+            )
+        return number
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tileattn",
+        description="Exact transformer attention on NumPy arrays.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="run | cost | info")
+
+    run = commands.add_parser(
+        "run",
+        help="run one attention block, check it, time it",
+        description="Run one attention block, check it against the reference, time it beside "
+        "NumPy, and print what each operation costs. The block has seeded random weights, or those "
+        "of a layer in a file.",
+        allow_abbrev=False,
+    )
+    run.set_defaults(command=_run)
+    _add_sizes(run, minimum=1)
+    run.add_argument("--threads", type=_whole_number(1), metavar="n", help="default: all allowed")
+    run.add_argument("--seed", type=_whole_number(0), default=0, metavar="n", help="default: 0")
+    run.add_argument(
+        "--repeats", type=_whole_number(1), default=15, metavar="n", help="timed rounds (15)"
+    )
+    file = run.add_argument_group("a real layer")
+    file.add_argument("--weights", metavar="FILE", help=".npz or .safetensors")
+    file.add_argument("--layer", type=_whole_number(0), metavar="n", help="default: 0")
+    file.add_argument("--prefix", help="what stands before the names of the layers")
+    file.add_argument("--heads", type=_whole_number(1), metavar="N", help="query heads")
+    file.add_argument("--kv-heads", type=_whole_number(1), metavar="K", help="default: N")
+    file.add_argument("--input", metavar="X.npy", help="x[B,T,D] or x[T,D]; default: random")
+    file.add_argument("--output", metavar="Y.npy", help="where the block's output is saved")
+
+    cost = commands.add_parser(
+        "cost",
+        help="FLOPs, parameters and bytes of a block",
+        description="Print FLOPs, parameters, bytes and arithmetic intensity of each operation.",
+        allow_abbrev=False,
+    )
+    cost.set_defaults(command=_cost)
+    _add_sizes(cost, minimum=0)
+    cost.add_argument("-S", type=_whole_number(0), metavar="n", help="keys and values (T)")
+    cost.add_argument("--query-offset", type=int, metavar="n", help="position of the first query")
+
+    info = commands.add_parser("info", help="version, ISA, threads", allow_abbrev=False)
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_sizes(parser: argparse.ArgumentParser, minimum: int) -> None:
+    names = ("batch", "queries", "model width", "query heads", "key/value heads", "head width")
+    for (letter, default), name in zip(SIZES.items(), names, strict=True):
+        parser.add_argument(
+            f"-{letter}", type=_whole_number(minimum), metavar="n", help=f"{name} ({default})"
+        )
+    parser.add_argument("--dtype", choices=["float32", "float64"], help="default: float32")
+    parser.add_argument(
+        "--causal",
+        action=argparse.BooleanOptionalAction,
+        help="default: causal, but with --weights",
+    )
+
+
+def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    given = {letter: getattr(arguments, letter) for letter in SIZES}
+    return {letter: SIZES[letter] if size is None else size for letter, size in given.items()}
+
+
+# ------------------------------------------------------------------ info and cost
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    tileattn.show_config()
+    return 0
+
+
+def _cost(arguments: argparse.Namespace) -> int:
+    with _blaming(None, ValueError):
+        cost = attention_block_cost(
+            **_sizes(arguments),
+            S=arguments.S,
+            is_causal=arguments.causal is not False,
+            query_offset=arguments.query_offset,
+            itemsize=np.dtype(arguments.dtype or "float32").itemsize,
+        )
+    print(cost)
+    return 0
+
+
+# ------------------------------------------------------------------ run
+
+
+@dataclass
+class _Problem:
+    """What `run` runs; `weights`, the arguments that made the block, where they are known."""
+
+    title: str
+    block: AttentionBlock
+    x: Array
+    weights: dict[str, Any] | None = None
+
+
+@dataclass
+class _Times:
+    """Medians over the rounds, in seconds."""
+
+    block: float
+    steps: Steps
+    numpy_steps: Steps
+    rounds: int
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        _check_output(arguments.output)
+    problem = _seeded(arguments) if arguments.weights is None else _from_file(arguments)
+    x, block, threads = problem.x, problem.block, arguments.threads or tileattn.get_num_threads()
+    dtype = x.dtype.name
+    with _blaming(None, ValueError, TypeError):
+        y = block(x, num_threads=threads)
+    if arguments.output is not None:
+        _save(arguments.output, y)
+
+    error, limit = _check(problem, y) if problem.weights is not None else (None, np.inf)
+
+    # Before and after, since the machine may not be equally fast throughout.
+    peak = _core.measure_fma_peak(dtype, threads)
+    times = _time(problem, threads, arguments.repeats)
+    peak = max(peak, _core.measure_fma_peak(dtype, threads))
+
+    B, T, _ = x.shape
+    cost = attention_block_cost(
+        B,
+        T,
+        block.model_dim,
+        block.num_heads,
+        block.num_kv_heads,
+        block.head_dim,
+        Hv=block.v_head_dim,
+        is_causal=block.is_causal,
+        itemsize=x.itemsize,
+    )
+    if block.norm is None:
+        cost = replace(cost, rows=cost.rows[:-1])
+    print(f"{problem.title}, {dtype}, {'causal' if block.is_causal else 'not causal'}")
+    print(cost.sizes_text(), end="\n\n")
+    print(_table(cost, times, peak))
+    print(
+        f"Rows above a '=' run fused and are timed together: median of {times.rounds} rounds, in "
+        "turns with NumPy.\nGFLOP/s count matrix products over visible pairs.\n"
+    )
+    print(_comparison(problem, times))
+    if error is None:
+        print("max error   not checked: the file's weights are held packed")
+    else:
+        verdict = "passes" if error <= limit else "FAILS"
+        print(
+            f"max error   {error:.1e} against the float64 reference: {verdict}, limit {limit:.0e}"
+        )
+    print(f"FMA peak    {peak:.1f} GFLOP/s in {dtype}, measured in this run")
+    print(f"ISA         {tileattn.isa()}")
+    print(f"threads     {threads}")
+    return 0 if error is None or error <= limit else 1
+
+
+def _seeded(arguments: argparse.Namespace) -> _Problem:
+    for option in ("layer", "prefix", "heads", "kv_heads", "input"):
+        if getattr(arguments, option) is not None:
+            raise CommandError(f"--{option.replace('_', '-')} needs --weights")
+    B, T, D, N, K, H = _sizes(arguments).values()
+    if N % K:
+        raise CommandError(f"-K must divide -N, got {N} query heads and {K} key/value heads")
+    is_causal = arguments.causal is not False
+    dtype = np.dtype(arguments.dtype or "float32")
+    draw = np.random.default_rng(arguments.seed).standard_normal
+
+    def normal(*shape: int, deviation: float = 1.0) -> Array:
+        array: Array = draw(shape, dtype=dtype)
+        return array * dtype.type(deviation)
+
+    # ValueError: NumPy's word for more elements than an address can count.
+    with _blaming("sizes beyond this machine", ValueError, MemoryError):
+        x = normal(B, T, D)
+        weights: dict[str, Any] = {
+            # Deviations that keep queries, keys, values and outputs at a deviation of about 1.
+            "w_q": normal(D, N, H, deviation=D**-0.5),
+            "w_k": normal(D, K, H, deviation=D**-0.5),
+            "w_v": normal(D, K, H, deviation=D**-0.5),
+            "w_o": normal(N, H, D, deviation=(N * H) ** -0.5),
+            "norm": LayerNorm(1 + normal(D, deviation=0.1), normal(D, deviation=0.1)),
+            "is_causal": is_causal,
+        }
+        block = AttentionBlock(**weights)
+    title = f"attention block with random weights (seed {arguments.seed})"
+    return _Problem(title, block, x, weights)
+
+
+def _from_file(arguments: argparse.Namespace) -> _Problem:
+    # Imported here, so that whoever has no weights needs nothing that reads them.
+    from tileattn.weights import load_block
+
+    for letter in "DNKH":
+        if getattr(arguments, letter) is not None:
+            raise CommandError(f"-{letter} comes from the file where --weights is given")
+    if arguments.dtype is not None:
+        raise CommandError("--dtype comes from the file where --weights is given")
+    is_causal = bool(arguments.causal)
+    layer = arguments.layer or 0
+    with _blaming(None, ValueError, TypeError, OSError, ImportError):
+        block = load_block(
+            arguments.weights,
+            layer=layer,
+            num_heads=arguments.heads,
+            num_kv_heads=arguments.kv_heads,
+            prefix=arguments.prefix,
+            is_causal=is_causal,
+        )
+    if block.context_dim != block.model_dim:
+        raise CommandError(
+            f"{arguments.weights}: layer {layer} attends to a context of width "
+            f"{block.context_dim}, and run offers self-attention of width {block.model_dim} only"
+        )
+    if arguments.input is None:
+        sizes = _sizes(arguments)
+        draw = np.random.default_rng(arguments.seed).standard_normal
+        x = draw((sizes["B"], sizes["T"], block.model_dim), dtype=block.dtype)
+    else:
+        for letter in "BT":
+            if getattr(arguments, letter) is not None:
+                raise CommandError(f"-{letter} comes from the file where --input is given")
+        x = _load(arguments.input, block)
+    title = f"layer {layer} of {os.path.basename(arguments.weights)}"
+    return _Problem(title, block, x)
+
+
+def _load(path: str, block: AttentionBlock) -> Array:
+    """x[B,T,D] or x[T,D] from a .npy file, in the block's dtype."""
+    # Damaged headers raise whatever the parser met; objects are never unpickled.
+    with _blaming(f"--input {path} cannot be read", Exception), open(path, "rb") as file:
+        x: Array = np.lib.format.read_array(file, allow_pickle=False)
+    if x.ndim not in (2, 3) or x.shape[-1] != block.model_dim:
+        raise CommandError(
+            f"--input {path} has shape {list(x.shape)}, expected [B,T,{block.model_dim}] or "
+            f"[T,{block.model_dim}]"
+        )
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
+    if x.dtype != block.dtype:
+        raise CommandError(
+            f"--input {path} is {x.dtype}, expected {block.dtype} as the weights are: save "
+            f"x.astype(np.{block.dtype})"
+        )
+    return x
+
+
+def _check_output(path: str) -> None:
+    """Find out before the work, as far as possible without touching the file."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise CommandError(f"--output {path} is a directory, expected the name of a file")
+    if not os.path.isdir(folder):
+        raise CommandError(f"--output {path}: there is no directory {folder}")
+
+
+def _save(path: str, y: Array) -> None:
+    with _blaming(f"--output {path} cannot be written", OSError), open(path, "wb") as file:
+        np.save(file, y)
+
+
+def _check(problem: _Problem, y: Array) -> tuple[float, float]:
+    """The largest error of y against the reference, and the limit for it to pass."""
+    assert problem.weights is not None
+    # Arguments in float64 keep the reference from rounding its result.
+    weights, norm = dict(problem.weights), problem.weights["norm"]
+    weights["norm"] = LayerNorm(_float64(norm.weight), _float64(norm.bias), norm.eps)
+    for name in ("w_q", "w_k", "w_v", "w_o"):
+        weights[name] = _float64(weights[name])
+    exact = reference.attention_block(_float64(problem.x), **weights)
+    error = float(np.nan_to_num(np.abs(y - exact), nan=np.inf).max())
+    return error, TOLERANCE[y.dtype.name] * float(np.sqrt(np.mean(exact**2)))
+
+
+def _float64(array: Array) -> npt.NDArray[np.float64]:
+    return array.astype(np.float64)
+
+
+def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
+    """Time the block, its steps and NumPy in turns, so that a slow moment hits all of them."""
+    x, block, weights = problem.x, problem.block, problem.weights
+    B, T, _ = x.shape
+    score_bytes = B * block.num_heads * T * T * x.itemsize
+    calls: list[float] = []
+    profiles: list[Steps] = []
+    numpy_profiles: list[Steps] = []
+    for warm in (False, *[True] * rounds):
+        if weights is not None and score_bytes <= NUMPY_SCORE_BYTES:
+            _, numpy_profile = _numpy_block(x, weights)
+            if warm:
+                numpy_profiles.append(numpy_profile)
+        start = time.perf_counter()
+        block(x, num_threads=threads)
+        seconds = time.perf_counter() - start
+        _, profile = block.profile(x, num_threads=threads)
+        if warm:
+            calls.append(seconds)
+            profiles.append(profile)
+    return _Times(statistics.median(calls), _median(profiles), _median(numpy_profiles), rounds)
+
+
+def _median(profiles: list[Steps]) -> Steps:
+    """The median of each step; no steps where there are no profiles."""
+    return [
+        (step[0][0], statistics.median(seconds for _, seconds in step))
+        for step in zip(*profiles, strict=True)
+    ]
+
+
+def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, Steps]:
+    """The block as one writes it in NumPy, in x's dtype; its output, and its steps' seconds."""
+    w_q, w_k, w_v, w_o, norm = (weights[name] for name in ("w_q", "w_k", "w_v", "w_o", "norm"))
+    B, T, D = x.shape
+    _, N, H = w_q.shape
+    K = w_k.shape[1]
+    G = N // K
+    hidden = np.triu(np.ones((T, T), dtype=bool), 1) if weights["is_causal"] else None
+
+    times = [time.perf_counter()]
+    q = (x @ w_q.reshape(D, N * H)).reshape(B, T, K, G, H)
+    k = (x @ w_k.reshape(D, K * H)).reshape(B, T, K, H)
+    v = (x @ w_v.reshape(D, K * H)).reshape(B, T, K, H)
+    times.append(time.perf_counter())
+    q *= q.dtype.type(H**-0.5)
+    scores = q.transpose(0, 2, 3, 1, 4) @ k.transpose(0, 2, 3, 1)[:, :, None]  # [B,K,G,T,T]
+    if hidden is not None:
+        np.copyto(scores, -np.inf, where=hidden)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    y = scores @ v.transpose(0, 2, 1, 3)[:, :, None]  # [B,K,G,T,H]
+    times.append(time.perf_counter())
+    z = x + y.transpose(0, 3, 1, 2, 4).reshape(B, T, N * H) @ w_o.reshape(N * H, D)
+    z -= z.mean(axis=-1, keepdims=True)
+    z /= np.sqrt((z * z).mean(axis=-1, keepdims=True) + norm.eps)
+    z = z * norm.weight + norm.bias
+    times.append(time.perf_counter())
+    names = ("project q, k, v", "attention", "project output + LayerNorm")
+    return z, list(zip(names, np.diff(times).tolist(), strict=True))
+
+
+def _table(cost: BlockCost, times: _Times, peak: float) -> str:
+    """The rows of the cost table; below those that run fused, what their step takes."""
+
+    def measured(flops: int, seconds: float) -> tuple[str, str, str]:
+        rate = flops / seconds / 1e9
+        return _duration(seconds), f"{rate:.1f}", f"{100 * rate / peak:.1f}"
+
+    lines = [("operation", "FLOPs", "params", "output", "time", "GFLOP/s", "% peak")]
+    for (name, seconds), covered in zip(times.steps, ROWS_OF_STEP, strict=True):
+        rows = cost.rows[covered]
+        for row in rows:
+            params = format_count(row.params) if row.params else "-"
+            lines.append(
+                (row.operation, format_count(row.flops), params, row.output_text, "", "", "")
+            )
+        flops = sum(row.flops for row in rows if row.is_matmul)
+        lines.append((f"  = {name}", format_count(flops), "", "", *measured(flops, seconds)))
+    lines.append(
+        (
+            "whole block, one call",
+            format_count(cost.matmul_flops),
+            format_count(cost.params),
+            "",
+            *measured(cost.matmul_flops, times.block),
+        )
+    )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if column in (0, 3) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+
+
+def _comparison(problem: _Problem, times: _Times) -> str:
+    if problem.weights is None:
+        return "NumPy       not timed: the file's weights are held packed"
+    if not times.numpy_steps:
+        return "NumPy       not timed: it would hold all scores, more than 1 GiB"
+    block = sum(seconds for _, seconds in times.numpy_steps)
+    attention, ours = dict(times.numpy_steps)["attention"], dict(times.steps)["attention"]
+    return (
+        f"NumPy       block {_duration(block)}, {block / times.block:.1f} times tileattn's; "
+        f"attention {_duration(attention)}, {attention / ours:.1f} times"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The C tile kernels, as the Cython loops see them (csrc/tileattn.h documents each)."""
+
+cdef extern from "tileattn.h" nogil:
+    ctypedef struct ta_gemm_tile:
+        int rows
+        int columns
+        Py_ssize_t depth
+        const void *a
+        const void *b
+        void *c
+        Py_ssize_t c_stride
+        int accumulate
+        const void *bias
+        const void *b_next
+
+    ctypedef struct ta_attention_tile:
+        int rows
+        Py_ssize_t head_dim
+        Py_ssize_t v_columns
+        const void *q
+        const void *k
+        const void *v
+        Py_ssize_t v_stride
+        Py_ssize_t key_start
+        Py_ssize_t key_begin
+        Py_ssize_t key_end
+        int edge
+        const Py_ssize_t *first
+        const Py_ssize_t *last
+        void *scores
+        Py_ssize_t score_stride
+        void *row_max
+        void *row_sum
+        void *out
+        Py_ssize_t out_stride
+
+    ctypedef struct ta_norm:
+        Py_ssize_t columns
+        int normalize
+        const void *weight
+        const void *bias
+        double epsilon
+
+    ctypedef struct ta_kernels:
+        int itemsize
+        int vl
+        int gemm_mr
+        int gemm_nr
+        int gemm_mc
+        int attention_mr
+        int attention_nr
+        void (*pack_rows)(void *dst, const void *const *rows, int count, Py_ssize_t depth,
+                          Py_ssize_t column_stride, double scale) noexcept nogil
+        void (*pack_columns)(void *dst, const void *src, Py_ssize_t depth, int columns, int width,
+                             Py_ssize_t row_stride, Py_ssize_t column_stride) noexcept nogil
+        void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
+        void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum) noexcept nogil
+        void (*score_tile)(const ta_attention_tile *tile) noexcept nogil
+        void (*softmax_tile)(const ta_attention_tile *tile) noexcept nogil
+        void (*value_tile)(const ta_attention_tile *tile) noexcept nogil
+        void (*finish_row)(void *dst, Py_ssize_t column_stride, Py_ssize_t columns, void *lse,
+                           const void *out, const void *row_max, const void *row_sum) noexcept nogil
+        int (*all_finite)(const void *src, Py_ssize_t rows, Py_ssize_t columns,
+                          Py_ssize_t row_stride) noexcept nogil
+        void (*add_norm_row)(void *dst, const void *x, const void *residual,
+                             const ta_norm *norm) noexcept nogil
+        double (*fma_rounds)(Py_ssize_t rounds) noexcept nogil
+
+    ctypedef struct ta_isa:
+        const char *name
+        int (*supported)() noexcept nogil
+        const ta_kernels *f32
+        const ta_kernels *f64
+
+    const ta_isa *ta_isas
+    const int ta_isa_count
+
+    int ta_allowed_cpus() noexcept nogil
+    int ta_watch_fork() noexcept nogil
+    int ta_is_forked_child() noexcept nogil
+    void *ta_allocate(size_t size) noexcept nogil
+    void ta_release(void *memory) noexcept nogil

@@ -1,0 +1,904 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""The loops: which tile is worked on when, and by which thread.
+
+Three operations, each a plan (a struct that says what to do and in how many independent work items)
+and one function that does an item, its loops in textbook order:
+
+    gemm_item        C = A B + bias         a block of rows times a range of packed panels
+    attention_item   softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
+    norm_item        LayerNorm(X + Z)       a block of rows
+
+The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
+to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
+dealt. The arithmetic is done by the C tile kernels in csrc/. Inside the loops there are pointers and
+strides only; strides count elements.
+"""
+
+from cpython.buffer cimport (
+    PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer,
+)
+from cython.parallel cimport parallel, prange, threadid
+from libc.stdint cimport int64_t, uintptr_t
+
+cdef extern from "omp.h" nogil:
+    int omp_get_max_threads() noexcept
+    double omp_get_wtime() noexcept
+
+cdef extern from *:
+    """
+    static const double LOG2_E = 1.4426950408889634074;
+    """
+    const double LOG2_E
+
+cdef enum:
+    # Length of the slices in which every product sums over its contracted axis, whatever the number
+    # of rows: one order of summation for all. One pass over 4096 doubles the error of blocked sums.
+    GEMM_KC = 512
+    # Keys of a block stand at multiples of this, whatever else differs: again one order for all.
+    KEY_BLOCK = 256
+    # Query rows (positions times heads of the group) that share one packed block of keys.
+    TILE_ROWS = 192
+    # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
+    SKEW = 16
+    CACHE_LINE = 64
+    MAX_TILE_ROWS = 16     # upper bound of gemm_mr and attention_mr
+    MAX_PANEL = 64         # upper bound of attention_nr
+
+
+# ------------------------------------------------------------------ arrays and scratch memory
+
+cdef struct Array:
+    char *data
+    Py_ssize_t shape[4]
+    Py_ssize_t stride[4]   # in elements
+
+
+cdef int read_array(object source, Array *array, bint writable=False) except -1:
+    """Pointer, shape and strides of an array of up to four axes; the caller keeps it alive."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(source, &view, PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0))
+    array.data = <char *>view.buf
+    cdef int i
+    for i in range(view.ndim):
+        array.shape[i] = view.shape[i]
+        array.stride[i] = view.strides[i] // view.itemsize if view.shape[i] > 1 else 0
+    PyBuffer_Release(&view)
+    return 0
+
+
+cdef const int64_t *read_integers(object source) except? NULL:
+    """Pointer to a contiguous int64 array, NULL for None."""
+    cdef Array array
+    if source is None:
+        return NULL
+    read_array(source, &array)
+    return <const int64_t *>array.data
+
+
+cdef inline Py_ssize_t ceil_div(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
+    return (a + b - 1) // b
+
+
+cdef inline Py_ssize_t round_up(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
+    return ceil_div(a, b) * b
+
+
+# Between calls one piece of scratch memory is kept, since mapping and zeroing new pages would cost a
+# small call more than its arithmetic. Taken and given back with the GIL held.
+cdef size_t KEEP_AT_MOST = 64 << 20
+cdef void *kept = NULL
+cdef size_t kept_bytes = 0
+
+
+cdef struct Scratch:
+    char *data
+    size_t size
+
+
+cdef Scratch take_scratch(size_t size) except *:
+    global kept, kept_bytes
+    cdef Scratch scratch
+    if kept != NULL and kept_bytes >= size:
+        scratch.data = <char *>kept
+        scratch.size = kept_bytes
+        kept = NULL
+        return scratch
+    scratch.data = <char *>ta_allocate(size)
+    scratch.size = size
+    if scratch.data == NULL:
+        raise MemoryError(f"could not allocate {size} bytes of working memory")
+    return scratch
+
+
+cdef void give_scratch(Scratch scratch) noexcept:
+    global kept, kept_bytes
+    if scratch.size > KEEP_AT_MOST or (kept != NULL and kept_bytes >= scratch.size):
+        ta_release(scratch.data)
+        return
+    ta_release(kept)
+    kept = scratch.data
+    kept_bytes = scratch.size
+
+
+cdef inline char *carve(char **cursor, Py_ssize_t size) noexcept nogil:
+    """The next piece of a scratch area; with a NULL start it only measures."""
+    cdef char *piece = cursor[0]
+    cursor[0] = cursor[0] + round_up(size, CACHE_LINE)
+    return piece
+
+
+# ------------------------------------------------------------------ C = A B + bias
+
+cdef struct Rows:
+    # Rows of one matrix, laid out as blocks of `inner` rows (a batch of sequences).
+    const char *data
+    Py_ssize_t inner
+    Py_ssize_t outer_stride
+    Py_ssize_t inner_stride
+    Py_ssize_t column_stride
+
+
+cdef inline const char *row_at(const Rows *rows, Py_ssize_t row, Py_ssize_t itemsize) noexcept nogil:
+    return rows.data + itemsize * (
+        row // rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride
+    )
+
+
+cdef struct Panel:
+    # A packed range of columns of one of the matrices that lie side by side in B.
+    const char *data       # [depth][columns rounded up to whole vectors]
+    int matrix
+    int columns
+    Py_ssize_t column      # its first column in that matrix
+
+
+cdef struct Target:
+    # Where the product with one of the matrices goes.
+    char *data
+    Py_ssize_t row_stride
+    const char *bias       # one element a column, or NULL
+
+
+cdef struct Norm:
+    const ta_kernels *kernels
+    ta_norm how
+    Py_ssize_t rows
+    Rows x
+    Rows residual          # data is NULL for none
+    char *out              # may be x's rows
+    Py_ssize_t out_stride
+
+
+cdef struct Gemm:
+    const ta_kernels *kernels
+    Rows a
+    Py_ssize_t rows
+    Py_ssize_t depth
+    const Panel *panels
+    Py_ssize_t panel_count
+    const Target *targets
+    Py_ssize_t row_parts   # items are row_parts x panel_parts
+    Py_ssize_t panel_parts
+    const Norm *norm       # applied to whole rows while hot, if panel_parts is 1; or NULL
+
+
+cdef void split_gemm(Gemm *g, int threads) noexcept nogil:
+    """Decides the work items: columns for few rows, so that each thread reads its share of B once."""
+    cdef Py_ssize_t mc = g.kernels.gemm_mc
+    if g.rows < 8 * g.kernels.gemm_mr * threads:
+        g.row_parts = 1
+        g.panel_parts = min(threads, g.panel_count)
+    else:
+        g.row_parts = threads * ceil_div(g.rows, threads * mc)
+        g.panel_parts = 1
+
+
+cdef Py_ssize_t gemm_items(const Gemm *g) noexcept nogil:
+    return g.row_parts * g.panel_parts if g.rows else 0
+
+
+cdef Py_ssize_t gemm_scratch(const Gemm *g) noexcept nogil:
+    """Bytes of packed A that a thread needs."""
+    cdef const ta_kernels *kernels = g.kernels
+    return kernels.itemsize * (
+        max(kernels.gemm_mr * g.depth, kernels.gemm_mc * <Py_ssize_t>GEMM_KC) + kernels.vl
+    )
+
+
+cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t tiles, Py_ssize_t pc,
+                 Py_ssize_t depth, char *packed) noexcept nogil:
+    """Packs A[row : row + count, pc : pc + depth], one register tile after the other."""
+    cdef const ta_kernels *kernels = g.kernels
+    cdef Py_ssize_t itemsize = kernels.itemsize, tile, i, begin, end
+    cdef const void *rows[MAX_TILE_ROWS]
+    for tile in range(tiles):
+        begin = tile * count // tiles
+        end = (tile + 1) * count // tiles
+        for i in range(begin, end):
+            rows[i - begin] = row_at(&g.a, row + i, itemsize) + pc * g.a.column_stride * itemsize
+        kernels.pack_rows(packed + begin * depth * itemsize, rows, <int>(end - begin), depth,
+                          g.a.column_stride, 1.0)
+
+
+cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil:
+    cdef const ta_kernels *kernels = g.kernels
+    cdef Py_ssize_t itemsize = kernels.itemsize
+    cdef Py_ssize_t row_part = item // g.panel_parts, panel_part = item % g.panel_parts
+    cdef Py_ssize_t row_end = (row_part + 1) * g.rows // g.row_parts
+    cdef Py_ssize_t panel_begin = panel_part * g.panel_count // g.panel_parts
+    cdef Py_ssize_t panel_end = (panel_part + 1) * g.panel_count // g.panel_parts
+    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin
+    cdef const Panel *b
+    cdef const Target *c
+    cdef ta_gemm_tile t
+
+    ic = row_part * g.rows // g.row_parts
+    while ic < row_end:                                         # blocks of rows
+        rows = min(<Py_ssize_t>kernels.gemm_mc, row_end - ic)
+        tiles = ceil_div(rows, kernels.gemm_mr)
+        # A single tile is packed over the whole depth, and every panel read in one stream.
+        pack_depth = g.depth if tiles == 1 else min(<Py_ssize_t>GEMM_KC, g.depth)
+        pc = 0
+        while True:                                             # slices of the contracted axis
+            pack_depth = min(pack_depth, g.depth - pc)
+            pack_a(g, ic, rows, tiles, pc, pack_depth, packed)
+            for panel in range(panel_begin, panel_end):         # panels of columns
+                b = g.panels + panel
+                c = g.targets + b.matrix
+                t.columns = b.columns
+                t.c_stride = c.row_stride
+                kc = pc
+                while True:
+                    t.depth = min(<Py_ssize_t>GEMM_KC, pc + pack_depth - kc)
+                    t.b = b.data + kc * round_up(b.columns, kernels.vl) * itemsize
+                    t.accumulate = kc > 0
+                    t.bias = NULL
+                    if c.bias != NULL and kc + t.depth == g.depth:
+                        t.bias = c.bias + b.column * itemsize
+                    t.b_next = NULL
+                    if tiles > 1 and panel + 1 < panel_end:
+                        t.b_next = b[1].data + kc * round_up(b[1].columns, kernels.vl) * itemsize
+                    for tile in range(tiles):                   # register tiles
+                        begin = tile * rows // tiles
+                        t.rows = <int>((tile + 1) * rows // tiles - begin)
+                        t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
+                        t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
+                        kernels.gemm_tile(&t)
+                        t.b_next = NULL
+                    kc = kc + t.depth
+                    if kc >= pc + pack_depth:
+                        break
+            pc = pc + pack_depth
+            if pc >= g.depth:
+                break
+        if g.norm != NULL and g.panel_parts == 1:
+            norm_rows(g.norm, ic, ic + rows)
+        ic = ic + rows
+
+
+# ------------------------------------------------------------------ LayerNorm(X + Z)
+
+cdef void norm_rows(const Norm *n, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
+    cdef Py_ssize_t row, itemsize = n.kernels.itemsize
+    for row in range(begin, end):
+        n.kernels.add_norm_row(
+            n.out + row * n.out_stride * itemsize, row_at(&n.x, row, itemsize),
+            NULL if n.residual.data == NULL else row_at(&n.residual, row, itemsize), &n.how)
+
+
+cdef void norm_item(const Norm *n, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
+    norm_rows(n, item * n.rows // items, (item + 1) * n.rows // items)
+
+
+# ------------------------------------------------------------------ softmax(Q K^T) V
+
+cdef struct Attention:
+    const ta_kernels *kernels
+    Array q                # [B, T, N, H]
+    Array k                # [B, S, K, H]
+    Array v                # [B, S, K, Hv]
+    Array out              # [B, T, N, Hv]
+    Array lse              # [B, T, N]; data is NULL if not wanted
+    double scale
+    bint causal
+    const int64_t *query_offset    # [B], or NULL for zeros
+    const int64_t *query_lengths   # [B], or NULL for T
+    const int64_t *key_lengths     # [B], or NULL for S
+    Py_ssize_t group       # G
+    Py_ssize_t tiles       # of the G * T stacked rows of one K/V head
+    bint pack_v            # rows of V are not whole vectors as they lie
+
+
+cdef struct AttentionScratch:
+    # One thread's, for one tile.
+    char *q                # packed by register tile
+    char *k                # packed panels of a block
+    char *v                # a block, if it had to be packed
+    char *scores           # of one register tile
+    char *out
+    char *row_max
+    char *row_sum
+    Py_ssize_t *first      # row i sees the keys [first[i], last[i])
+    Py_ssize_t *last
+
+
+cdef void split_attention(Attention *a, int threads) noexcept nogil:
+    cdef Py_ssize_t rows = a.group * a.q.shape[1]
+    cdef Py_ssize_t heads = a.q.shape[0] * a.k.shape[2]
+    a.tiles = ceil_div(rows, TILE_ROWS)
+    # Enough tiles to balance the threads, as long as a packed block of keys still serves 32 rows.
+    if threads > 1 and heads > 0:
+        a.tiles = max(a.tiles, min(ceil_div(4 * threads, heads), rows // 32))
+    a.pack_v = a.v.stride[3] != 1 or a.v.shape[3] % a.kernels.vl != 0
+
+
+cdef Py_ssize_t attention_items(const Attention *a) noexcept nogil:
+    return a.q.shape[0] * a.k.shape[2] * a.tiles
+
+
+cdef Py_ssize_t v_width(const Attention *a) noexcept nogil:
+    return round_up(a.v.shape[3], a.kernels.vl)
+
+
+cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char *memory) noexcept nogil:
+    """Lays out a thread's scratch from `memory` on; returns its size in bytes."""
+    cdef Py_ssize_t itemsize = a.kernels.itemsize, vl = a.kernels.vl
+    cdef Py_ssize_t rows = min(<Py_ssize_t>TILE_ROWS, a.group * a.q.shape[1])
+    cdef char *cursor = memory
+    s.q = carve(&cursor, (rows * a.q.shape[3] + vl) * itemsize)
+    s.k = carve(&cursor, (KEY_BLOCK * a.q.shape[3] + vl) * itemsize)
+    s.v = carve(&cursor, KEY_BLOCK * v_width(a) * itemsize if a.pack_v else 0)
+    s.scores = carve(&cursor, MAX_TILE_ROWS * (KEY_BLOCK + SKEW) * itemsize)
+    s.out = carve(&cursor, rows * (v_width(a) + SKEW) * itemsize)
+    s.row_max = carve(&cursor, rows * itemsize)
+    s.row_sum = carve(&cursor, rows * vl * itemsize)
+    s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
+    s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
+    return cursor - memory
+
+
+cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
+                      Py_ssize_t itemsize) noexcept nogil:
+    return x.data + (i * x.stride[0] + j * x.stride[1] + l * x.stride[2]) * itemsize
+
+
+cdef void see_keys(const Attention *a, Py_ssize_t b, Py_ssize_t row, Py_ssize_t rows,
+                   Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
+    """The keys that stacked rows [row, row + rows) see: first[i] <= position < last[i]."""
+    cdef Py_ssize_t i, t, end
+    cdef Py_ssize_t length = a.k.shape[1] if a.key_lengths == NULL else a.key_lengths[b]
+    cdef Py_ssize_t offset = 0 if a.query_offset == NULL else a.query_offset[b]
+    cdef Py_ssize_t queries = a.q.shape[1] if a.query_lengths == NULL else a.query_lengths[b]
+    for i in range(rows):
+        t = (row + i) // a.group
+        end = length
+        if a.causal:
+            end = min(end, t + offset + 1)
+        if t >= queries:
+            end = 0
+        first[i] = 0
+        last[i] = max(end, <Py_ssize_t>0)
+
+
+cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row, Py_ssize_t rows,
+                 char *packed) noexcept nogil:
+    cdef const void *pointers[MAX_TILE_ROWS]
+    cdef Py_ssize_t itemsize = a.kernels.itemsize, i
+    for i in range(rows):
+        pointers[i] = at3(&a.q, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize)
+    a.kernels.pack_rows(packed, pointers, <int>rows, a.q.shape[3], a.q.stride[3], a.scale * LOG2_E)
+
+
+cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t key_start,
+                 Py_ssize_t begin, Py_ssize_t end, char *packed) noexcept nogil:
+    """Packs the panels that hold keys [begin, end) of a block; a last panel repeats its last key."""
+    cdef const void *pointers[MAX_PANEL]
+    cdef Py_ssize_t itemsize = a.kernels.itemsize, H = a.k.shape[3], nr = a.kernels.attention_nr
+    cdef Py_ssize_t panel, i
+    for panel in range(begin // nr, ceil_div(end, nr)):
+        for i in range(nr):
+            pointers[i] = at3(&a.k, b, key_start + min(panel * nr + i, end - 1), head, itemsize)
+        a.kernels.pack_rows(packed + panel * nr * H * itemsize, pointers, <int>nr, H, a.k.stride[3], 1.0)
+
+
+cdef void add_values_by_row(const ta_kernels *kernels, const ta_attention_tile *tile) noexcept nogil:
+    """value_tile over just the keys that each row sees: 0 * NaN of an unseen value must not arise."""
+    cdef ta_attention_tile one = tile[0]
+    cdef Py_ssize_t i, itemsize = kernels.itemsize
+    one.rows = 1
+    for i in range(tile.rows):
+        one.scores = <char *>tile.scores + i * tile.score_stride * itemsize
+        one.out = <char *>tile.out + i * tile.out_stride * itemsize
+        one.key_begin = max(tile.key_begin, tile.first[i] - tile.key_start)
+        one.key_end = min(tile.key_end, tile.last[i] - tile.key_start)
+        if one.key_begin < one.key_end:
+            kernels.value_tile(&one)
+
+
+cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
+    cdef const ta_kernels *kernels = a.kernels
+    cdef Py_ssize_t itemsize = kernels.itemsize, vl = kernels.vl, mr = kernels.attention_mr
+    cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2], H = a.q.shape[3]
+    cdef Py_ssize_t width = v_width(a)
+    # Inside a (b, head) the later tiles come first: causal, they are the longest.
+    cdef Py_ssize_t tile_index = a.tiles - 1 - item % a.tiles
+    cdef Py_ssize_t b = item // a.tiles // K, head = item // a.tiles % K
+    cdef Py_ssize_t row = tile_index * all_rows // a.tiles
+    cdef Py_ssize_t rows = (tile_index + 1) * all_rows // a.tiles - row
+    cdef Py_ssize_t row_tiles = ceil_div(rows, mr)
+    cdef Py_ssize_t i, r, begin, end, block, key_begin, key_end, seen_by_all_begin, seen_by_all_end
+    cdef Py_ssize_t tile_begin, tile_end
+    cdef int values_finite
+    cdef AttentionScratch s
+    cdef ta_attention_tile t
+
+    attention_scratch(a, &s, memory)
+    see_keys(a, b, row, rows, s.first, s.last)
+    t.out_stride = width + SKEW
+    tile_begin = a.k.shape[1]
+    tile_end = 0
+    for i in range(rows):
+        kernels.start_row(s.out + i * t.out_stride * itemsize, width, s.row_max + i * itemsize,
+                          s.row_sum + i * vl * itemsize)
+        if s.first[i] < s.last[i]:
+            tile_begin = min(tile_begin, s.first[i])
+            tile_end = max(tile_end, s.last[i])
+    for r in range(row_tiles):
+        begin = r * rows // row_tiles
+        end = (r + 1) * rows // row_tiles
+        pack_q(a, b, head, row + begin, end - begin, s.q + begin * H * itemsize)
+
+    t.head_dim = H
+    t.v_columns = width
+    t.k = s.k
+    t.scores = s.scores
+    t.score_stride = KEY_BLOCK + SKEW
+    block = tile_begin // KEY_BLOCK * KEY_BLOCK
+    while block < tile_end:                                     # blocks of keys
+        key_begin = max(tile_begin - block, <Py_ssize_t>0)
+        key_end = min(tile_end - block, <Py_ssize_t>KEY_BLOCK)
+        pack_k(a, b, head, block, key_begin, key_end, s.k)
+        t.key_start = block
+        t.v = at3(&a.v, b, block, head, itemsize)
+        t.v_stride = a.v.stride[1]
+        if a.pack_v:
+            kernels.pack_columns(
+                s.v + key_begin * width * itemsize, at3(&a.v, b, block + key_begin, head, itemsize),
+                key_end - key_begin, <int>a.v.shape[3], <int>width, a.v.stride[1], a.v.stride[3])
+            t.v = s.v
+            t.v_stride = width
+        values_finite = -1                                      # not looked at yet
+        for r in range(row_tiles):                              # register tiles of query rows
+            begin = r * rows // row_tiles
+            end = (r + 1) * rows // row_tiles
+            t.key_begin = KEY_BLOCK
+            t.key_end = 0
+            seen_by_all_begin = 0
+            seen_by_all_end = KEY_BLOCK
+            for i in range(begin, end):
+                if s.first[i] < s.last[i]:
+                    t.key_begin = min(t.key_begin, s.first[i] - block)
+                    t.key_end = max(t.key_end, s.last[i] - block)
+                seen_by_all_begin = max(seen_by_all_begin, s.first[i] - block)
+                seen_by_all_end = min(seen_by_all_end, s.last[i] - block)
+            t.key_begin = max(t.key_begin, key_begin)
+            t.key_end = min(t.key_end, key_end)
+            if t.key_begin >= t.key_end:
+                continue
+            t.edge = t.key_begin < seen_by_all_begin or seen_by_all_end < t.key_end
+            t.rows = <int>(end - begin)
+            t.q = s.q + begin * H * itemsize
+            t.first = s.first + begin
+            t.last = s.last + begin
+            t.row_max = s.row_max + begin * itemsize
+            t.row_sum = s.row_sum + begin * vl * itemsize
+            t.out = s.out + begin * t.out_stride * itemsize
+            kernels.score_tile(&t)
+            kernels.softmax_tile(&t)
+            if t.edge and values_finite < 0:
+                values_finite = kernels.all_finite(
+                    <const char *>t.v + key_begin * t.v_stride * itemsize, key_end - key_begin,
+                    width, t.v_stride)
+            if t.edge and not values_finite:
+                add_values_by_row(kernels, &t)
+            else:
+                kernels.value_tile(&t)
+        block = block + KEY_BLOCK
+
+    for i in range(rows):
+        kernels.finish_row(
+            at3(&a.out, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize),
+            a.out.stride[3], a.v.shape[3],
+            NULL if a.lse.data == NULL else at3(
+                &a.lse, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize),
+            s.out + i * t.out_stride * itemsize, s.row_max + i * itemsize,
+            s.row_sum + i * vl * itemsize)
+
+
+# ------------------------------------------------------------------ instruction sets
+
+cdef const ta_isa *active = NULL
+
+
+def compiled_isas():
+    """Names of the instruction sets compiled in, best first."""
+    return tuple((<bytes>ta_isas[i].name).decode() for i in range(ta_isa_count))
+
+
+def available_isas():
+    """Names of those that this machine can run, best first."""
+    return tuple((<bytes>ta_isas[i].name).decode() for i in range(ta_isa_count)
+                 if ta_isas[i].supported())
+
+
+def active_isa():
+    return (<bytes>active.name).decode()
+
+
+def select_isa(str name):
+    """Makes later calls, and weights packed later, use one of available_isas()."""
+    global active
+    for i in range(ta_isa_count):
+        if (<bytes>ta_isas[i].name).decode() == name and ta_isas[i].supported():
+            active = &ta_isas[i]
+            return
+    raise ValueError(f"no such instruction set here: {name!r}; available: {', '.join(available_isas())}")
+
+
+cdef const ta_kernels *kernels_for(Py_ssize_t itemsize) except NULL:
+    return active.f32 if itemsize == 4 else active.f64
+
+
+def kernel_table(str dtype):
+    """Sizes and addresses of the active ISA's kernels, through which the tests call them."""
+    cdef const ta_kernels *k = active.f32 if dtype == "float32" else active.f64
+    return {
+        "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc,
+        "attention_mr": k.attention_mr, "attention_nr": k.attention_nr,
+        "pack_rows": <uintptr_t>k.pack_rows,
+        "pack_columns": <uintptr_t>k.pack_columns,
+        "gemm_tile": <uintptr_t>k.gemm_tile,
+        "start_row": <uintptr_t>k.start_row,
+        "score_tile": <uintptr_t>k.score_tile,
+        "softmax_tile": <uintptr_t>k.softmax_tile,
+        "value_tile": <uintptr_t>k.value_tile,
+        "finish_row": <uintptr_t>k.finish_row,
+        "all_finite": <uintptr_t>k.all_finite,
+        "add_norm_row": <uintptr_t>k.add_norm_row,
+        "fma_rounds": <uintptr_t>k.fma_rounds,
+    }
+
+
+# ------------------------------------------------------------------ threads
+
+def allowed_threads():
+    """What OMP_NUM_THREADS, the OpenMP runtime and the CPU affinity allow, asked anew each time."""
+    cdef int threads = omp_get_max_threads(), cpus = ta_allowed_cpus()
+    return min(threads, cpus) if cpus else threads
+
+
+cdef enum:
+    # Below this much arithmetic (some 20 us on one core) waking another thread costs more than it
+    # saves: an OpenMP region costs 1 us among others and 27 us after a pause.
+    FLOPS_WORTH_A_THREAD = 1 << 21
+
+
+cdef int team_size(int threads, double flops) noexcept:
+    # The child of a fork has lost the OpenMP threads and would wait for them for ever.
+    if threads < 1 or flops < FLOPS_WORTH_A_THREAD or ta_is_forked_child():
+        return 1
+    return threads
+
+
+def measure_fma_peak(str dtype, int threads):
+    """Best of several runs of independent multiply-adds in registers, in GFLOP/s."""
+    cdef const ta_kernels *k = active.f32 if dtype == "float32" else active.f64
+    cdef Py_ssize_t rounds = 1_000_000
+    cdef double start, seconds, best = 0, total
+    cdef int i, attempt
+    threads = team_size(threads, 1e12)
+    for attempt in range(5):
+        total = 0
+        start = omp_get_wtime()
+        for i in prange(threads, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+            total += k.fma_rounds(rounds)
+        seconds = omp_get_wtime() - start
+        best = max(best, total / seconds * 1e-9)
+    return best
+
+
+# ------------------------------------------------------------------ packed weights
+
+cdef class PackedMatrix:
+    """Matrices [depth, columns] side by side, packed once for gemm_item.
+
+    Panels of gemm_nr columns, each over the full depth, so that a slice of the contracted axis is an
+    offset and a single row reads one stream:
+
+        panel 0          panel 1                panel n: the last of a matrix is narrower
+        [depth][nr]      [depth][nr]     ...    [depth][columns rounded up to whole vectors]
+    """
+
+    cdef const ta_kernels *kernels
+    cdef char *memory
+    cdef Panel *panels
+    cdef Py_ssize_t[4] first_panel        # of each matrix, and the end
+    cdef readonly Py_ssize_t depth
+    cdef readonly tuple columns           # of each matrix
+    cdef readonly Py_ssize_t nbytes
+
+    def __cinit__(self, *matrices):
+        cdef Array[3] b
+        cdef Py_ssize_t i, column, width, offset, count = 0
+        cdef const ta_kernels *kernels = kernels_for(matrices[0].itemsize)
+        cdef Panel *panel
+        self.kernels = kernels
+        self.depth = matrices[0].shape[0]
+        self.columns = tuple([matrix.shape[1] for matrix in matrices])
+        for i in range(len(matrices)):
+            read_array(matrices[i], &b[i])
+            self.first_panel[i] = count
+            count += ceil_div(b[i].shape[1], kernels.gemm_nr)
+            self.nbytes += round_up(b[i].shape[1], kernels.vl) * self.depth * kernels.itemsize
+        self.first_panel[len(matrices)] = count
+        self.memory = <char *>ta_allocate(self.nbytes)
+        self.panels = <Panel *>ta_allocate(count * sizeof(Panel))
+        if self.memory == NULL or self.panels == NULL:
+            raise MemoryError(f"could not allocate {self.nbytes} bytes for packed weights")
+        offset = 0
+        panel = self.panels
+        for i in range(len(matrices)):
+            column = 0
+            while column < b[i].shape[1]:
+                panel.matrix = <int>i
+                panel.column = column
+                panel.columns = <int>min(<Py_ssize_t>kernels.gemm_nr, b[i].shape[1] - column)
+                panel.data = self.memory + offset
+                width = round_up(panel.columns, kernels.vl)
+                kernels.pack_columns(
+                    self.memory + offset, b[i].data + column * b[i].stride[1] * kernels.itemsize,
+                    self.depth, panel.columns, <int>width, b[i].stride[0], b[i].stride[1])
+                offset += width * self.depth * kernels.itemsize
+                column += panel.columns
+                panel += 1
+
+    def __dealloc__(self):
+        ta_release(self.memory)
+        ta_release(self.panels)
+
+
+cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *targets, int threads):
+    """A plan for matrices [begin, end) of b; g.a and g.rows are already set."""
+    g.kernels = b.kernels
+    g.depth = b.depth
+    g.panels = b.panels + b.first_panel[begin]
+    g.panel_count = b.first_panel[end] - b.first_panel[begin]
+    g.targets = targets - begin
+    g.norm = NULL
+    split_gemm(g, threads)
+
+
+cdef void read_rows(object source, Rows *rows, Py_ssize_t *count) except *:
+    """The rows of an array [B, T, columns]."""
+    cdef Array array
+    read_array(source, &array)
+    rows.data = array.data
+    rows.inner = array.shape[1]
+    rows.outer_stride = array.stride[0]
+    rows.inner_stride = array.stride[1]
+    rows.column_stride = array.stride[2] if array.shape[2] > 1 else 1
+    count[0] = array.shape[0] * array.shape[1]
+
+
+cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_ssize_t H) noexcept:
+    cdef Array array
+    array.data = data
+    array.shape[0], array.shape[1], array.shape[2], array.shape[3] = B, T, N, H
+    array.stride[0], array.stride[1], array.stride[2], array.stride[3] = T * N * H, N * H, H, 1
+    return array
+
+
+# ------------------------------------------------------------------ operations on arrays
+
+def attention(q, k, v, out, lse, double scale, bint causal, query_offset, query_lengths, key_lengths,
+              int threads):
+    """softmax(scale * q k^T) v into `out`, the log of its denominator into `lse` (or None).
+
+    q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller.
+    """
+    cdef Attention a
+    cdef AttentionScratch layout
+    cdef Scratch scratch
+    cdef Py_ssize_t i, items, each
+    read_array(q, &a.q)
+    read_array(k, &a.k)
+    read_array(v, &a.v)
+    read_array(out, &a.out, True)
+    a.lse.data = NULL
+    if lse is not None:
+        read_array(lse, &a.lse, True)
+    a.kernels = kernels_for(q.itemsize)
+    a.scale = scale
+    a.causal = causal
+    a.query_offset = read_integers(query_offset)
+    a.query_lengths = read_integers(query_lengths)
+    a.key_lengths = read_integers(key_lengths)
+    if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
+        return
+    a.group = a.q.shape[2] // a.k.shape[2]
+    threads = team_size(threads, attention_flops(&a))
+    split_attention(&a, threads)
+    items = attention_items(&a)
+    threads = <int>min(<Py_ssize_t>threads, items)
+    each = attention_scratch(&a, &layout, NULL)
+    scratch = take_scratch(each * threads)
+    with nogil, parallel(num_threads=threads):
+        for i in prange(items, schedule="dynamic"):
+            attention_item(&a, i, scratch.data + threadid() * each)
+    give_scratch(scratch)
+
+
+cdef double attention_flops(const Attention *a) noexcept:
+    return 2.0 * a.q.shape[0] * a.q.shape[1] * a.q.shape[2] * a.k.shape[1] * (
+        a.q.shape[3] + a.v.shape[3])
+
+
+def block(x, context, bint self_attention, PackedMatrix w_q, PackedMatrix w_kv, PackedMatrix w_o, b_q, b_k, b_v, b_o,
+          Py_ssize_t num_heads, Py_ssize_t num_kv_heads, bint residual, bint normalize,
+          norm_weight, norm_bias, double epsilon, double scale, bint causal, query_offset,
+          query_lengths, key_lengths, out, int threads):
+    """norm(x + attention(x W_Q, context W_K, context W_V) W_O) into `out`, in one parallel region.
+
+    x[B, T, D], context[B, S, Dc], out[B, T, D] contiguous. w_q holds [W_Q], or [W_Q, W_K, W_V], which
+    w_kv then is too; otherwise w_kv holds [W_K, W_V]. Biases are contiguous or None; all is checked by
+    the caller. Returns the seconds spent in projections, attention and output projection.
+    """
+    cdef Gemm q_gemm, kv_gemm, o_gemm
+    cdef Target[3] qkv
+    cdef Target z
+    cdef Norm norm
+    cdef Attention a
+    cdef AttentionScratch layout
+    cdef Array array
+    cdef Scratch scratch
+    cdef char *cursor
+    cdef char *workspace
+    cdef Py_ssize_t B = x.shape[0], T = x.shape[1], S = context.shape[1]
+    cdef Py_ssize_t H = w_q.columns[0] // num_heads, Hv = w_kv.columns[len(w_kv.columns) - 1] // num_kv_heads
+    cdef Py_ssize_t itemsize = w_q.kernels.itemsize
+    cdef Py_ssize_t i, each, q_items, kv_items, a_items, o_items, norm_items
+    cdef double[4] clock
+    cdef double *now = clock
+    cdef bint together = self_attention and w_kv is w_q
+
+    if B * T == 0:
+        return (0.0, 0.0, 0.0)
+
+    # Scratch: q, k, v and y of the whole call, then what each thread needs.
+    cursor = NULL
+    carve(&cursor, B * T * num_heads * H * itemsize)
+    carve(&cursor, B * S * num_kv_heads * H * itemsize)
+    carve(&cursor, B * S * num_kv_heads * Hv * itemsize)
+    carve(&cursor, B * T * num_heads * Hv * itemsize)
+
+    read_rows(x, &q_gemm.a, &q_gemm.rows)
+    read_rows(context, &kv_gemm.a, &kv_gemm.rows)
+    o_gemm.rows = q_gemm.rows
+    a.kernels = w_q.kernels
+    a.q = whole_array(NULL, B, T, num_heads, H)
+    a.k = whole_array(NULL, B, S, num_kv_heads, H)
+    a.v = whole_array(NULL, B, S, num_kv_heads, Hv)
+    a.out = whole_array(NULL, B, T, num_heads, Hv)
+    a.lse.data = NULL
+    a.scale = scale
+    a.causal = causal
+    a.query_offset = read_integers(query_offset)
+    a.query_lengths = read_integers(query_lengths)
+    a.key_lengths = read_integers(key_lengths)
+    a.group = num_heads // num_kv_heads
+
+    threads = team_size(threads, attention_flops(&a) + 2.0 * (
+        B * T * w_q.depth * num_heads * H + B * S * w_kv.depth * num_kv_heads * (H + Hv)
+        + B * T * num_heads * Hv * w_o.columns[0]))
+    plan_gemm(&q_gemm, w_q, 0, 3 if together else 1, qkv, threads)
+    if together:
+        kv_gemm.rows = 0
+        plan_gemm(&kv_gemm, w_kv, 1, 1, &qkv[1], threads)
+    elif w_kv is w_q:
+        plan_gemm(&kv_gemm, w_kv, 1, 3, &qkv[1], threads)
+    else:
+        plan_gemm(&kv_gemm, w_kv, 0, 2, &qkv[1], threads)
+    split_attention(&a, threads)
+    plan_gemm(&o_gemm, w_o, 0, 1, &z, threads)
+    each = max(gemm_scratch(&q_gemm), gemm_scratch(&kv_gemm), gemm_scratch(&o_gemm),
+               attention_scratch(&a, &layout, NULL))
+    each = round_up(each, CACHE_LINE)
+    scratch = take_scratch((cursor - <char *>NULL) + each * threads)
+
+    cursor = scratch.data
+    a.q.data = carve(&cursor, B * T * num_heads * H * itemsize)
+    a.k.data = carve(&cursor, B * S * num_kv_heads * H * itemsize)
+    a.v.data = carve(&cursor, B * S * num_kv_heads * Hv * itemsize)
+    a.out.data = carve(&cursor, B * T * num_heads * Hv * itemsize)
+    workspace = cursor
+
+    qkv[0] = Target(a.q.data, num_heads * H, read_vector(b_q))
+    qkv[1] = Target(a.k.data, num_kv_heads * H, read_vector(b_k))
+    qkv[2] = Target(a.v.data, num_kv_heads * Hv, read_vector(b_v))
+    read_array(out, &array, True)
+    z = Target(array.data, w_o.columns[0], read_vector(b_o))
+    o_gemm.a = Rows(a.out.data, o_gemm.rows, 0, num_heads * Hv, 1)
+    norm.kernels = w_o.kernels
+    norm.how = ta_norm(w_o.columns[0], normalize, read_vector(norm_weight), read_vector(norm_bias),
+                       epsilon)
+    norm.rows = o_gemm.rows
+    norm.x = Rows(z.data, norm.rows, 0, z.row_stride, 1)
+    norm.residual = q_gemm.a
+    if not residual:
+        norm.residual.data = NULL
+    norm.out = z.data
+    norm.out_stride = z.row_stride
+    if normalize or residual:
+        o_gemm.norm = &norm
+
+    q_items = gemm_items(&q_gemm)
+    kv_items = gemm_items(&kv_gemm)
+    a_items = attention_items(&a)
+    o_items = gemm_items(&o_gemm)
+    norm_items = threads if o_gemm.norm != NULL and o_gemm.panel_parts > 1 else 0
+    now[0] = omp_get_wtime()
+    with nogil, parallel(num_threads=threads):
+        for i in prange(q_items + kv_items, schedule="dynamic"):
+            if i < q_items:
+                gemm_item(&q_gemm, i, workspace + threadid() * each)
+            else:
+                gemm_item(&kv_gemm, i - q_items, workspace + threadid() * each)
+        if threadid() == 0:
+            now[1] = omp_get_wtime()
+        for i in prange(a_items, schedule="dynamic"):
+            attention_item(&a, i, workspace + threadid() * each)
+        if threadid() == 0:
+            now[2] = omp_get_wtime()
+        for i in prange(o_items, schedule="dynamic"):
+            gemm_item(&o_gemm, i, workspace + threadid() * each)
+        for i in prange(norm_items, schedule="static"):
+            norm_item(&norm, i, norm_items)
+    now[3] = omp_get_wtime()
+    give_scratch(scratch)
+    return (now[1] - now[0], now[2] - now[1], now[3] - now[2])
+
+
+cdef const char *read_vector(object source) except? NULL:
+    """Pointer to a contiguous vector, NULL for None."""
+    cdef Array array
+    if source is None:
+        return NULL
+    read_array(source, &array)
+    return array.data
+
+
+def layer_norm(x, residual, out, weight, bias, double epsilon, int threads):
+    """LayerNorm(x + residual) into `out`: all [1, rows, D] with contiguous rows, residual may be None."""
+    cdef Norm n
+    cdef Array array
+    cdef Py_ssize_t i, items
+    n.kernels = kernels_for(x.itemsize)
+    read_rows(x, &n.x, &n.rows)
+    n.residual.data = NULL
+    if residual is not None:
+        read_rows(residual, &n.residual, &n.rows)
+    read_array(out, &array, True)
+    n.out = array.data
+    n.out_stride = array.stride[1]
+    n.how = ta_norm(x.shape[2], True, read_vector(weight), read_vector(bias), epsilon)
+    threads = team_size(threads, 8.0 * n.rows * x.shape[2])
+    items = min(<Py_ssize_t>threads, n.rows)
+    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+        norm_item(&n, i, items)
+
+
+if ta_watch_fork() != 0:
+    raise ImportError("tileattn could not register its fork handler")
+active = &ta_isas[0]
+while not active.supported():
+    active += 1

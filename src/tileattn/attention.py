@@ -1,0 +1,162 @@
+"""Attention as a function of q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from tileattn import _core
+from tileattn._arguments import Array, check_attention
+from tileattn.config import resolve_threads
+
+
+@overload
+def dot_product_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_offset: npt.ArrayLike | None = ...,
+    query_seq_lengths: npt.ArrayLike | None = ...,
+    key_value_seq_lengths: npt.ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    num_threads: int | None = ...,
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_offset: npt.ArrayLike | None = ...,
+    query_seq_lengths: npt.ArrayLike | None = ...,
+    key_value_seq_lengths: npt.ArrayLike | None = ...,
+    return_lse: Literal[True],
+    out: Array | None = ...,
+    num_threads: int | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+def dot_product_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_offset: npt.ArrayLike | None = None,
+    query_seq_lengths: npt.ArrayLike | None = None,
+    key_value_seq_lengths: npt.ArrayLike | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Exact attention ``softmax(scale * q k^T) v``, without a T x S matrix of scores.
+
+    Query head n uses key/value head ``n // (N / K)``. Working memory is a few hundred kilobytes a
+    thread, whatever T and S are.
+
+    Parameters
+    ----------
+    q : array [B, T, N, H] or [T, N, H], float32 or float64
+        Queries. Any strides, read-only too.
+    k : array [B, S, K, H] or [S, K, H], of q's dtype
+        Keys; K divides N.
+    v : array [B, S, K, Hv] or [S, K, Hv], of q's dtype
+        Values; Hv may differ from H.
+    scale : float, optional
+        Factor of the scores, by default ``1 / sqrt(H)``.
+    is_causal : bool, optional
+        Query row t sees only the keys ``j <= t + query_offset``.
+    query_offset : int or int array [B], optional
+        Absolute position of query row 0. By default 0; required with `is_causal` where T differs
+        from S: 0 aligns the first query with the first key, S - T the last with the last.
+    query_seq_lengths : int array [B], optional
+        Rows ``t >= query_seq_lengths[b]`` give zeros and an LSE of -inf.
+    key_value_seq_lengths : int array [B], optional
+        Keys ``j >= key_value_seq_lengths[b]`` are not seen, whatever they hold.
+    return_lse : bool, optional
+        Also return the natural logarithm of the softmax's denominator.
+    out : array [B, T, N, Hv], optional
+        Where to put the result: q's dtype, any strides, no overlap with an input.
+    num_threads : int, optional
+        For this call, by default `get_num_threads()`.
+
+    Returns
+    -------
+    out : array [B, T, N, Hv], or [T, N, Hv] if the inputs have no B axis
+        Of q's dtype. A row that sees no key is zero.
+    lse : array [B, T, N], only with `return_lse`
+        Of q's dtype. A row that sees no key has -inf.
+
+    Raises
+    ------
+    TypeError
+        For a dtype other than float32 and float64, or different ones.
+    ValueError
+        For shapes, lengths or an `out` that do not fit. Nothing has been written then.
+
+    Notes
+    -----
+    The same inputs give the same bits whatever the number of threads and whatever else is in the
+    batch. The softmax is computed online, block by block of keys [1]_.
+
+    References
+    ----------
+    .. [1] M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 5, 4, 8), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 1, 5, 2, 8), dtype=np.float32)
+    >>> tileattn.dot_product_attention(q, k, v, is_causal=True).shape
+    (1, 5, 4, 8)
+    """
+    a = check_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        out=out,
+    )
+    threads = resolve_threads(num_threads)
+    B, T, N, _ = a.q.shape
+    result = a.out
+    if result is None:
+        result = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
+    lse = np.empty((B, T, N), a.q.dtype) if return_lse else None
+    _core.attention(
+        a.q,
+        a.k,
+        a.v,
+        result,
+        lse,
+        a.scale,
+        is_causal,
+        a.query_offset,
+        a.query_lengths,
+        a.key_value_lengths,
+        threads,
+    )
+    if out is not None:
+        result = out
+    elif not a.has_batch:
+        result = result[0]
+    if lse is None:
+        return result
+    return result, lse if a.has_batch else lse[0]

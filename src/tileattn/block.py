@@ -1,0 +1,616 @@
+"""The attention block: projections, attention, output projection, residual and LayerNorm in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tileattn import _core
+from tileattn._arguments import (
+    Array,
+    check_array,
+    check_bias,
+    check_lengths,
+    check_out,
+    check_query_offset,
+    check_scale,
+    check_vector,
+)
+from tileattn.config import resolve_threads
+
+
+class LayerNorm:
+    """Layer normalisation over the last axis: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+
+    Parameters
+    ----------
+    weight : array [D], optional
+        Ones if not given.
+    bias : array [D], optional
+        Zeros if not given.
+    eps : float, optional
+        Added to the variance; 1e-5 as in PyTorch (BERT's models have 1e-12).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that are not floating or not one-dimensional, or a negative `eps`.
+
+    Notes
+    -----
+    The variance is that of the distances from the mean, in a second pass, corrected for the mean's own
+    rounding [1]_: a mean a thousand times the deviation costs no accuracy.
+
+    References
+    ----------
+    .. [1] T. F. Chan, G. H. Golub and R. J. LeVeque, "Algorithms for computing the sample variance:
+       analysis and recommendations", The American Statistician 37 (1983).
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> norm = tileattn.LayerNorm(eps=0.0)
+    >>> norm(np.array([[1.0, 3.0], [10.0, 10.5]]))
+    array([[-1.,  1.],
+           [-1.,  1.]])
+    """
+
+    def __init__(
+        self,
+        weight: npt.ArrayLike | None = None,
+        bias: npt.ArrayLike | None = None,
+        eps: float = 1e-5,
+    ) -> None:
+        self.weight = check_vector("weight", weight, None, None)
+        self.bias = check_vector("bias", bias, None, None)
+        try:
+            self.eps = float(eps)
+        except (TypeError, ValueError):
+            raise TypeError(f"eps must be a real number, not {eps!r}") from None
+        if not self.eps >= 0:
+            raise ValueError(f"eps must not be negative, got {eps}")
+        if self.weight is not None and self.bias is not None:
+            check_vector("bias", self.bias, len(self.weight), self.weight.dtype)
+
+    def __repr__(self) -> str:
+        width = next((str(len(a)) for a in (self.weight, self.bias) if a is not None), "any")
+        return f"LayerNorm(D={width}, eps={self.eps:g})"
+
+    def __call__(
+        self,
+        x: npt.ArrayLike,
+        *,
+        residual: npt.ArrayLike | None = None,
+        out: Array | None = None,
+        num_threads: int | None = None,
+    ) -> Array:
+        """Normalise ``x + residual``.
+
+        Parameters
+        ----------
+        x : array [..., D], float32 or float64
+        residual : array of x's shape and dtype, optional
+        out : array of x's shape and dtype, optional
+            No overlap with an input.
+        num_threads : int, optional
+            For this call, by default `get_num_threads()`.
+
+        Returns
+        -------
+        array [..., D]
+
+        Raises
+        ------
+        TypeError, ValueError
+            For dtypes or shapes that do not fit.
+        """
+        x = check_array("x", x)
+        if x.ndim == 0:
+            raise ValueError("x must have at least one axis, [..., D]")
+        D = x.shape[-1]
+        if residual is not None:
+            residual = check_array("residual", residual, x.dtype)
+            if residual.shape != x.shape:
+                raise ValueError(f"residual has shape {residual.shape}, expected {x.shape}")
+        weight = check_vector("weight", self.weight, D, x.dtype)
+        bias = check_vector("bias", self.bias, D, x.dtype)
+        if out is not None:
+            check_out(out, x.shape, x.dtype, {"x": x, "residual": residual})
+        result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
+        if x.size:
+            rows = [
+                None if a is None else np.ascontiguousarray(a).reshape(1, -1, D)
+                for a in (x, residual)
+            ]
+            threads = resolve_threads(num_threads)
+            _core.layer_norm(*rows, result.reshape(1, -1, D), weight, bias, self.eps, threads)
+        if out is None:
+            return result
+        if result is not out:
+            out[...] = result
+        return out
+
+
+_DEFAULT_NORM = LayerNorm()
+
+
+class AttentionBlock:
+    """A transformer's attention block with its weights packed once, called as often as needed.
+
+    ``norm(x + softmax(scale * (x W_Q + b_Q) (c W_K + b_K)^T) (c W_V + b_V) W_O + b_O)``, where c is
+    the context: x itself, or another sequence in cross attention.
+
+    Parameters
+    ----------
+    w_q : array [D, N, H], float32 or float64
+    w_k : array [Dc, K, H], of w_q's dtype
+        Dc is the width of the context, D in self-attention; K divides N.
+    w_v : array [Dc, K, Hv], of w_q's dtype
+    w_o : array [N, Hv, D], of w_q's dtype
+    b_q, b_k, b_v, b_o : arrays [N, H], [K, H], [K, Hv], [D], optional
+    norm : LayerNorm or None, optional
+        By default a LayerNorm without weight and bias; None for no normalisation.
+    residual : bool, optional
+        Add x before the norm.
+    scale : float, optional
+        Factor of the scores, by default ``1 / sqrt(H)``.
+    is_causal : bool, optional
+        Row t sees only the positions ``j <= t + query_offset``.
+
+    Attributes
+    ----------
+    num_heads, num_kv_heads, head_dim, v_head_dim, model_dim, context_dim : int
+        N, K, H, Hv, D, Dc.
+    dtype : numpy.dtype
+    nbytes : int
+        Bytes of the packed weights.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For weights whose dtypes or shapes do not fit together.
+
+    Notes
+    -----
+    The arrays given are copied into packed form and not referred to again.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> D, N, K, H = 32, 4, 2, 8
+    >>> w_q, w_o = rng.standard_normal((D, N, H)), rng.standard_normal((N, H, D))
+    >>> w_k, w_v = rng.standard_normal((2, D, K, H))
+    >>> block = tileattn.AttentionBlock(w_q, w_k, w_v, w_o, is_causal=True)
+    >>> block(rng.standard_normal((1, 6, D))).shape
+    (1, 6, 32)
+    """
+
+    def __init__(
+        self,
+        w_q: npt.ArrayLike,
+        w_k: npt.ArrayLike,
+        w_v: npt.ArrayLike,
+        w_o: npt.ArrayLike,
+        *,
+        b_q: npt.ArrayLike | None = None,
+        b_k: npt.ArrayLike | None = None,
+        b_v: npt.ArrayLike | None = None,
+        b_o: npt.ArrayLike | None = None,
+        norm: LayerNorm | None = _DEFAULT_NORM,
+        residual: bool = True,
+        scale: float | None = None,
+        is_causal: bool = False,
+    ) -> None:
+        w_q = check_array("w_q", w_q)
+        self.dtype = w_q.dtype
+        w_k = check_array("w_k", w_k, self.dtype)
+        w_v = check_array("w_v", w_v, self.dtype)
+        w_o = check_array("w_o", w_o, self.dtype)
+        for name, weight, axes in (
+            ("w_q", w_q, "[D, N, H]"),
+            ("w_k", w_k, "[Dc, K, H]"),
+            ("w_v", w_v, "[Dc, K, Hv]"),
+            ("w_o", w_o, "[N, Hv, D]"),
+        ):
+            if weight.ndim != 3 or 0 in weight.shape:
+                raise ValueError(f"{name} must have the axes {axes}, none empty, not {weight.shape}")
+        D, N, H = w_q.shape
+        Dc, K, Hv = w_v.shape
+        if N % K != 0:
+            raise ValueError(f"w_q has N = {N} heads, which must be a multiple of w_v's K = {K}")
+        for name, shape, expected in (
+            ("w_k", w_k.shape, (Dc, K, H)),
+            ("w_o", w_o.shape, (N, Hv, D)),
+        ):
+            if shape != expected:
+                raise ValueError(
+                    f"{name} has shape {shape}, expected {expected} from w_q {w_q.shape} and "
+                    f"w_v {w_v.shape}"
+                )
+        self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim = N, K, H, Hv
+        self.model_dim, self.context_dim = D, Dc
+        self.b_q = check_bias("b_q", b_q, (N, H), self.dtype)
+        self.b_k = check_bias("b_k", b_k, (K, H), self.dtype)
+        self.b_v = check_bias("b_v", b_v, (K, Hv), self.dtype)
+        self.b_o = check_bias("b_o", b_o, (D,), self.dtype)
+        if norm is not None and not isinstance(norm, LayerNorm):
+            raise TypeError(f"norm must be a LayerNorm or None, not {type(norm).__name__}")
+        self.norm = norm
+        self._norm_weight = check_vector("norm.weight", norm.weight if norm else None, D, self.dtype)
+        self._norm_bias = check_vector("norm.bias", norm.bias if norm else None, D, self.dtype)
+        self.residual = bool(residual)
+        self.scale = check_scale(scale, H)
+        self.is_causal = bool(is_causal)
+
+        flat_q, flat_k, flat_v = (w.reshape(w.shape[0], -1) for w in (w_q, w_k, w_v))
+        if D == Dc:
+            self._w_q = self._w_kv = _core.PackedMatrix(flat_q, flat_k, flat_v)
+        else:
+            self._w_q = _core.PackedMatrix(flat_q)
+            self._w_kv = _core.PackedMatrix(flat_k, flat_v)
+        self._w_o = _core.PackedMatrix(w_o.reshape(-1, D))
+
+    @classmethod
+    def from_linear(
+        cls,
+        w_q: npt.ArrayLike | None = None,
+        w_k: npt.ArrayLike | None = None,
+        w_v: npt.ArrayLike | None = None,
+        w_o: npt.ArrayLike | None = None,
+        *,
+        w_qkv: npt.ArrayLike | None = None,
+        b_q: npt.ArrayLike | None = None,
+        b_k: npt.ArrayLike | None = None,
+        b_v: npt.ArrayLike | None = None,
+        b_qkv: npt.ArrayLike | None = None,
+        b_o: npt.ArrayLike | None = None,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        norm: LayerNorm | None = _DEFAULT_NORM,
+        residual: bool = True,
+        scale: float | None = None,
+        is_causal: bool = False,
+    ) -> AttentionBlock:
+        """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` and checkpoints hold them.
+
+        Parameters
+        ----------
+        w_q : array [N*H, D]
+        w_k : array [K*H, Dc]
+        w_v : array [K*Hv, Dc]
+        w_o : array [D, N*Hv]
+        w_qkv : array [(N + 2K)*H, D]
+            Instead of `w_q`, `w_k` and `w_v`: their rows, one after the other.
+        b_q, b_k, b_v, b_o : arrays [N*H], [K*H], [K*Hv], [D], optional
+        b_qkv : array [(N + 2K)*H], optional
+            With `w_qkv`, instead of `b_q`, `b_k` and `b_v`.
+        num_heads : int
+            N.
+        num_kv_heads : int, optional
+            K, by default N.
+        norm, residual, scale, is_causal
+            As in the constructor.
+
+        Returns
+        -------
+        AttentionBlock
+
+        Raises
+        ------
+        TypeError, ValueError
+            For weights whose dtypes or shapes do not fit together.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> rng = np.random.default_rng(0)
+        >>> block = tileattn.AttentionBlock.from_linear(
+        ...     w_qkv=rng.standard_normal((96, 32)), w_o=rng.standard_normal((32, 32)), num_heads=4)
+        >>> block.head_dim
+        8
+        """
+        N = num_heads
+        K = N if num_kv_heads is None else num_kv_heads
+        if N < 1 or K < 1 or N % K != 0:
+            raise ValueError(
+                f"num_heads = {N} must be a positive multiple of num_kv_heads, here {K}"
+            )
+        if w_o is None:
+            raise TypeError("w_o is missing")
+        if w_qkv is not None:
+            given = [a is not None for a in (w_q, w_k, w_v, b_q, b_k, b_v)]
+            if any(given):
+                raise TypeError("w_qkv already holds what w_q, w_k, w_v, b_q, b_k and b_v would")
+            packed = check_array("w_qkv", w_qkv)
+            if packed.ndim != 2 or len(packed) % (N + 2 * K) != 0:
+                raise ValueError(
+                    f"w_qkv must have the shape [(N + 2K) * H, D] with N + 2K = {N + 2 * K}, "
+                    f"not {packed.shape}"
+                )
+            H = len(packed) // (N + 2 * K)
+            cuts = [N * H, (N + K) * H]
+            w_q, w_k, w_v = np.split(packed, cuts)
+            if b_qkv is not None:
+                bias = check_array("b_qkv", b_qkv, packed.dtype)
+                if bias.shape != (len(packed),):
+                    raise ValueError(f"b_qkv has shape {bias.shape}, expected ({len(packed)},)")
+                b_q, b_k, b_v = np.split(bias, cuts)
+        elif w_q is None or w_k is None or w_v is None:
+            raise TypeError("either w_qkv or all of w_q, w_k and w_v must be given")
+        elif b_qkv is not None:
+            raise TypeError("b_qkv goes with w_qkv; give b_q, b_k and b_v instead")
+
+        def heads(name: str, matrix: npt.ArrayLike, count: int) -> Array:
+            array = check_array(name, matrix)
+            if array.ndim != 2 or len(array) % count != 0:
+                raise ValueError(
+                    f"{name} must have the shape [heads * width, in] with {count} heads, "
+                    f"not {array.shape}"
+                )
+            return array.T.reshape(array.shape[1], count, -1)
+
+        def head_bias(name: str, bias: npt.ArrayLike | None, like: Array) -> Array | None:
+            return None if bias is None else check_bias(name, bias, like.shape[1:], like.dtype)
+
+        q, k, v = heads("w_q", w_q, N), heads("w_k", w_k, K), heads("w_v", w_v, K)
+        o = check_array("w_o", w_o)
+        if o.ndim != 2 or o.shape[1] != N * v.shape[2]:
+            raise ValueError(
+                f"w_o must have the shape [D, N * Hv] with N * Hv = {N * v.shape[2]}, not {o.shape}"
+            )
+        return cls(
+            q,
+            k,
+            v,
+            o.T.reshape(N, v.shape[2], -1),
+            b_q=head_bias("b_q", b_q, q),
+            b_k=head_bias("b_k", b_k, k),
+            b_v=head_bias("b_v", b_v, v),
+            b_o=b_o,
+            norm=norm,
+            residual=residual,
+            scale=scale,
+            is_causal=is_causal,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights."""
+        matrices = {id(w): w for w in (self._w_q, self._w_kv, self._w_o)}
+        return sum(w.nbytes for w in matrices.values())
+
+    def __repr__(self) -> str:
+        context = "" if self.context_dim == self.model_dim else f", Dc={self.context_dim}"
+        return (
+            f"AttentionBlock(D={self.model_dim}{context}, N={self.num_heads}, "
+            f"K={self.num_kv_heads}, H={self.head_dim}, {self.dtype})"
+        )
+
+    def __call__(
+        self,
+        x: npt.ArrayLike,
+        *,
+        context: npt.ArrayLike | None = None,
+        query_offset: npt.ArrayLike | None = None,
+        query_seq_lengths: npt.ArrayLike | None = None,
+        key_value_seq_lengths: npt.ArrayLike | None = None,
+        out: Array | None = None,
+        num_threads: int | None = None,
+    ) -> Array:
+        """Run the block.
+
+        Parameters
+        ----------
+        x : array [B, T, D] or [T, D], of the block's dtype
+        context : array [B, S, Dc] or [S, Dc], optional
+            Keys and values come from here (cross attention); by default from x.
+        query_offset : int or int array [B], optional
+            As in `dot_product_attention`.
+        query_seq_lengths, key_value_seq_lengths : int arrays [B], optional
+            As in `dot_product_attention`. A row beyond its length attends to nothing: it is
+            ``norm(x + b_o)``.
+        out : array of x's shape, optional
+            No overlap with an input.
+        num_threads : int, optional
+            For this call, by default `get_num_threads()`.
+
+        Returns
+        -------
+        array [B, T, D] or [T, D]
+
+        Raises
+        ------
+        TypeError, ValueError
+            For dtypes or shapes that do not fit. Nothing has been written then.
+        """
+        return self._run(
+            x, context, query_offset, query_seq_lengths, key_value_seq_lengths, out, num_threads
+        )[0]
+
+    def profile(self, x: npt.ArrayLike, **options: Any) -> tuple[Array, list[tuple[str, float]]]:
+        """Run the block and say how long its parts took.
+
+        Parameters
+        ----------
+        x : array [B, T, D] or [T, D]
+        **options
+            The keyword arguments of a call.
+
+        Returns
+        -------
+        output : array
+            What the call returns.
+        parts : list of (name, seconds)
+            Of the three stages that run one after the other.
+        """
+        names = (
+            "context",
+            "query_offset",
+            "query_seq_lengths",
+            "key_value_seq_lengths",
+            "out",
+            "num_threads",
+        )
+        for name in options:
+            if name not in names:
+                raise TypeError(f"profile got an unexpected keyword argument {name!r}")
+        output, seconds = self._run(x, *(options.get(name) for name in names))
+        last = "project output" if self.norm is None else "project output + LayerNorm"
+        return output, list(zip(("project q, k, v", "attention", last), seconds, strict=True))
+
+    def _run(
+        self,
+        x: npt.ArrayLike,
+        context: npt.ArrayLike | None,
+        query_offset: npt.ArrayLike | None,
+        query_seq_lengths: npt.ArrayLike | None,
+        key_value_seq_lengths: npt.ArrayLike | None,
+        out: Array | None,
+        num_threads: int | None,
+    ) -> tuple[Array, tuple[float, float, float]]:
+        D = self.model_dim
+        x = check_array("x", x, self.dtype)
+        if x.ndim not in (2, 3) or x.shape[-1] != D:
+            raise ValueError(f"x must have the shape [B, T, {D}] or [T, {D}], not {x.shape}")
+        has_batch = x.ndim == 3
+        if context is None:
+            if self.context_dim != D:
+                raise ValueError(
+                    f"context is missing: this block's keys and values come from a context of "
+                    f"width {self.context_dim}, not from x of width {D}"
+                )
+            source = x
+        else:
+            source = check_array("context", context, self.dtype)
+            if source.ndim != x.ndim or source.shape[-1] != self.context_dim:
+                batch = "B, " if has_batch else ""
+                raise ValueError(
+                    f"context must have the shape [{batch}S, {self.context_dim}] since x has shape "
+                    f"{x.shape}, not {source.shape}"
+                )
+            if has_batch and len(source) != len(x):
+                raise ValueError(f"context has batch B = {len(source)}, but x has {len(x)}")
+        B = len(x) if has_batch else 1
+        T, S = x.shape[-2], source.shape[-2]
+        offset = check_query_offset(query_offset, B, T, S, self.is_causal)
+        query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
+        key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
+        if out is not None:
+            check_out(out, x.shape, x.dtype, {"x": x, "context": source})
+        threads = resolve_threads(num_threads)
+        result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
+
+        # The norm reads x by whole vectors; projections take any strides.
+        rows = x if x.strides[-1] == x.itemsize or D == 1 else np.ascontiguousarray(x)
+        rows_source = rows if context is None else source
+        seconds = _core.block(
+            rows if has_batch else rows[None],
+            rows_source if has_batch else rows_source[None],
+            context is None,
+            self._w_q,
+            self._w_kv,
+            self._w_o,
+            self.b_q,
+            self.b_k,
+            self.b_v,
+            self.b_o,
+            self.num_heads,
+            self.num_kv_heads,
+            self.residual,
+            self.norm is not None,
+            self._norm_weight,
+            self._norm_bias,
+            self.norm.eps if self.norm is not None else 0.0,
+            self.scale,
+            self.is_causal,
+            offset,
+            query_lengths,
+            key_lengths,
+            result if has_batch else result[None],
+            threads,
+        )
+        if out is not None and result is not out:
+            out[...] = result
+            result = out
+        return result, seconds
+
+
+def attention_block(
+    x: npt.ArrayLike,
+    w_q: npt.ArrayLike,
+    w_k: npt.ArrayLike,
+    w_v: npt.ArrayLike,
+    w_o: npt.ArrayLike,
+    *,
+    b_q: npt.ArrayLike | None = None,
+    b_k: npt.ArrayLike | None = None,
+    b_v: npt.ArrayLike | None = None,
+    b_o: npt.ArrayLike | None = None,
+    norm: LayerNorm | None = _DEFAULT_NORM,
+    residual: bool = True,
+    scale: float | None = None,
+    is_causal: bool = False,
+    context: npt.ArrayLike | None = None,
+    query_offset: npt.ArrayLike | None = None,
+    query_seq_lengths: npt.ArrayLike | None = None,
+    key_value_seq_lengths: npt.ArrayLike | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """The attention block in one call: `AttentionBlock` built and called once.
+
+    To call it again with the same weights, keep an `AttentionBlock`: it packs them once.
+
+    Parameters
+    ----------
+    x : array [B, T, D] or [T, D], float32 or float64
+    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, norm, residual, scale, is_causal
+        As in the constructor of `AttentionBlock`.
+    context, query_offset, query_seq_lengths, key_value_seq_lengths, out, num_threads
+        As in a call of it.
+
+    Returns
+    -------
+    array [B, T, D] or [T, D]
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes or shapes that do not fit. Nothing has been written then.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.standard_normal((1, 6, 32))
+    >>> w_q, w_k, w_v = rng.standard_normal((3, 32, 4, 8))
+    >>> w_o = rng.standard_normal((4, 8, 32))
+    >>> tileattn.attention_block(x, w_q, w_k, w_v, w_o).shape
+    (1, 6, 32)
+    """
+    block = AttentionBlock(
+        w_q,
+        w_k,
+        w_v,
+        w_o,
+        b_q=b_q,
+        b_k=b_k,
+        b_v=b_v,
+        b_o=b_o,
+        norm=norm,
+        residual=residual,
+        scale=scale,
+        is_causal=is_causal,
+    )
+    return block(
+        x,
+        context=context,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        out=out,
+        num_threads=num_threads,
+    )

@@ -1,0 +1,395 @@
+"""The cost model of the attention block: FLOPs, parameters and bytes, operation by operation.
+
+Nothing is measured here and no array is made: sizes go in, exact whole numbers come out, and their
+text is the table that the package prints beside its measurements.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import SupportsIndex
+
+import numpy.typing as npt
+
+from tileattn._arguments import check_integers, check_lengths
+
+__all__ = [
+    "LAYER_NORM_FLOPS_PER_ELEMENT",
+    "SOFTMAX_FLOPS_PER_PAIR",
+    "BlockCost",
+    "OperationCost",
+    "attention_block_cost",
+    "format_bytes",
+    "format_count",
+]
+
+#: Scale, compare with the maximum, subtract it, exponential, add to the sum: one each.
+SOFTMAX_FLOPS_PER_PAIR = 5
+#: Residual; add to the mean, subtract it; square, add to the variance; times 1/std, weight; bias.
+LAYER_NORM_FLOPS_PER_ELEMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """One row of the table.
+
+    Attributes
+    ----------
+    operation : str
+        The formula in axis letters, such as ``X[B,T,D] . W_Q[D,N,H]``.
+    flops, params, bytes : int
+        As :func:`attention_block_cost` defines them.
+    output : str
+        Name of the result.
+    shape : tuple of int
+        Shape of the result.
+    is_matmul : bool
+        Whether the FLOPs are multiply-adds of a matrix product (two each), and so count towards
+        GFLOP/s.
+    """
+
+    operation: str
+    flops: int
+    params: int
+    bytes: int
+    output: str
+    shape: tuple[int, ...]
+    is_matmul: bool
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity, FLOPs for each byte moved; NaN where no byte moves."""
+        return self.flops / self.bytes if self.bytes else float("nan")
+
+    @property
+    def output_text(self) -> str:
+        """Name and shape of the result, such as ``Q[1,512,12,64]``."""
+        return f"{self.output}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The whole table; ``str()`` of it is the table as text.
+
+    Attributes
+    ----------
+    sizes : dict of str to int
+        Every axis letter, ``B`` to ``Dc``.
+    visible_pairs : int
+        (query, key) pairs that attend, over the whole batch, for one head.
+    rows : tuple of OperationCost
+        In the order of computation.
+    """
+
+    sizes: dict[str, int] = field(hash=False)
+    visible_pairs: int
+    rows: tuple[OperationCost, ...]
+
+    @property
+    def matmul_flops(self) -> int:
+        """FLOPs of the matrix products, the only ones that GFLOP/s figures count."""
+        return sum(row.flops for row in self.rows if row.is_matmul)
+
+    @property
+    def other_flops(self) -> int:
+        """FLOPs of softmax and LayerNorm, by the convention of this module."""
+        return sum(row.flops for row in self.rows if not row.is_matmul)
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        return sum(row.params for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the rows' bytes."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def intensity(self) -> float:
+        """Matmul FLOPs for each byte moved; NaN where no byte moves."""
+        return self.matmul_flops / self.bytes if self.bytes else float("nan")
+
+    def sizes_text(self) -> str:
+        """One line: the sizes, and how many of the (query, key) pairs are visible."""
+        shown = dict(self.sizes)
+        if shown["Hv"] == shown["H"]:
+            del shown["Hv"]
+        if shown["Dc"] == shown["D"]:
+            del shown["Dc"]
+        pairs = self.sizes["B"] * self.sizes["T"] * self.sizes["S"]
+        letters = "  ".join(f"{letter} {size}" for letter, size in shown.items())
+        return f"{letters}    visible pairs {self.visible_pairs:,} of {pairs:,}"
+
+    def __str__(self) -> str:
+        heading = ("operation", "FLOPs", "params", "bytes", "FLOP/B", "output")
+        body = [
+            (
+                row.operation,
+                format_count(row.flops),
+                format_count(row.params) if row.params else "-",
+                format_bytes(row.bytes) if row.bytes else "-",
+                f"{row.intensity:.1f}" if row.bytes else "-",
+                row.output_text,
+            )
+            for row in self.rows
+        ]
+        total = (
+            "total (FLOPs of matrix products)",
+            format_count(self.matmul_flops),
+            format_count(self.params),
+            format_bytes(self.bytes),
+            f"{self.intensity:.1f}" if self.bytes else "-",
+            "",
+        )
+        other = ("FLOPs of softmax and LayerNorm", format_count(self.other_flops), "", "", "", "")
+        table = [heading, *body, total, other]
+        widths = [max(len(line[column]) for line in table) for column in range(len(heading))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column in (0, 5) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join(
+            [self.sizes_text(), "", lines[0], rule, *lines[1:-2], rule, *lines[-2:]],
+        )
+
+
+def attention_block_cost(
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    K: int,
+    H: int,
+    *,
+    S: int | None = None,
+    Hv: int | None = None,
+    Dc: int | None = None,
+    is_causal: bool = False,
+    query_offset: npt.ArrayLike | None = None,
+    query_seq_lengths: npt.ArrayLike | None = None,
+    key_value_seq_lengths: npt.ArrayLike | None = None,
+    itemsize: int = 4,
+) -> BlockCost:
+    """Count what one call of the attention block costs.
+
+    Parameters
+    ----------
+    B, T, D, N, K, H : int
+        Batch, query positions, model width, query heads, key/value heads, head width.
+    S : int, optional
+        Key/value positions, all of them projected in this call; T where not given.
+    Hv : int, optional
+        Head width of the values; H where not given.
+    Dc : int, optional
+        Width of the context that keys and values are made from; D where not given. The context is
+        counted as an array of its own, [B,S,Dc], in self-attention too.
+    is_causal : bool
+        Query t sees keys j <= t + query_offset only.
+    query_offset : int or int[B], optional
+        Position of the first query. Needed where ``is_causal`` and T != S; 0 where T == S.
+    query_seq_lengths, key_value_seq_lengths : int[B], optional
+        Rows and keys at or beyond the length take no part in attention.
+    itemsize : int
+        Bytes of one number: 4 for float32, 8 for float64.
+
+    Returns
+    -------
+    BlockCost
+        One row for each operation, and totals.
+
+    Raises
+    ------
+    ValueError
+        A size that is negative, heads that do not divide, a length outside its axis, or a causal
+        mask whose offset is not known.
+    TypeError
+        A size that is not a whole number.
+
+    Notes
+    -----
+    **FLOPs.** A multiply-add is two. Attention counts the visible (query, key) pairs, exactly;
+    projections count every row, padded ones included, since they are computed. Softmax counts
+    ``SOFTMAX_FLOPS_PER_PAIR`` for each visible pair and head (scale, maximum, subtraction,
+    exponential, sum; the exponential counts as one though it takes about ten instructions) and
+    LayerNorm ``LAYER_NORM_FLOPS_PER_ELEMENT`` for each element. Both conventions are loose, so
+    ``matmul_flops`` leaves them out.
+
+    **Params.** Weights without the four optional biases, and weight and bias of the LayerNorm.
+
+    **Bytes** are what each operation must read and write if caches held nothing before it and
+    everything during it: each operand once, the result once. Scores and softmax stay in a tile that
+    never leaves the cache, so they read Q and the keys, and write nothing; only queries that see a
+    key and keys that some query sees are read. The three projections read X each, which
+    packing them side by side saves.
+
+    Examples
+    --------
+    >>> cost = attention_block_cost(1, 512, 768, 12, 4, 64, is_causal=True)
+    >>> cost.visible_pairs
+    131328
+    >>> cost.rows[0].flops == 2 * 512 * 768 * 12 * 64
+    True
+    """
+    B, T, D, N, K, H = (
+        _size(name, value) for name, value in zip("BTDNKH", (B, T, D, N, K, H), strict=True)
+    )
+    S = T if S is None else _size("S", S)
+    Hv = H if Hv is None else _size("Hv", Hv)
+    Dc = D if Dc is None else _size("Dc", Dc)
+    itemsize = _size("itemsize", itemsize)
+    if K < 1 or N % K:
+        raise ValueError(f"K must divide N, got N = {N} query heads and K = {K} key/value heads")
+    if is_causal and query_offset is None and T != S and B * T * S != 0:
+        raise ValueError(
+            f"is_causal with T = {T} and S = {S} needs query_offset: 0 aligns the first query with "
+            f"the first key, S - T = {S - T} the last with the last"
+        )
+    offsets = check_integers(
+        "query_offset", 0 if query_offset is None else query_offset, B, scalar=True
+    ).tolist()
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
+
+    pairs = queries_read = keys_read = 0
+    for b, offset in enumerate(offsets):
+        rows = T if query_lengths is None else int(query_lengths[b])
+        keys = S if key_lengths is None else int(key_lengths[b])
+        if not is_causal:
+            pairs += rows * keys
+            queries_read += rows if keys else 0
+            keys_read += keys if rows else 0
+            continue
+        # Row t sees min(max(t + offset + 1, 0), keys) keys, so the rows that see any come last.
+        pairs += _clipped_sum(offset + rows, keys) - _clipped_sum(offset, keys)
+        queries_read += min(max(rows + min(offset, 0), 0), rows) if keys else 0
+        keys_read += min(max(offset + rows, 0), keys) if rows else 0
+
+    G = N // K
+    x, q, k, v, y = B * T * D, B * T * N * H, B * S * K * H, B * S * K * Hv, B * T * N * Hv
+    context = B * S * Dc
+    w_q, w_k, w_v, w_o = D * N * H, Dc * K * H, Dc * K * Hv, N * Hv * D
+    H_v = "H" if Hv == H else "Hv"
+    D_c = "D" if Dc == D else "Dc"
+    X = "X[B,T,D]" if (S, Dc) == (T, D) else f"C[B,S,{D_c}]"
+
+    def row(
+        operation: str,
+        flops: int,
+        params: int,
+        elements: int,
+        output: str,
+        shape: tuple[int, ...],
+        is_matmul: bool = True,
+    ) -> OperationCost:
+        return OperationCost(
+            operation, flops, params, itemsize * elements, output, shape, is_matmul
+        )
+
+    rows_of_table = (
+        row("X[B,T,D] . W_Q[D,N,H]", 2 * B * T * w_q, w_q, x + w_q + q, "Q", (B, T, N, H)),
+        row(f"{X} . W_K[{D_c},K,H]", 2 * B * S * w_k, w_k, context + w_k + k, "K", (B, S, K, H)),
+        row(
+            f"{X} . W_V[{D_c},K,{H_v}]",
+            2 * B * S * w_v,
+            w_v,
+            context + w_v + v,
+            "V",
+            (B, S, K, Hv),
+        ),
+        row(
+            "Q[B,T,K,G,H] . K[B,S,K,H]",
+            2 * pairs * N * H,
+            0,
+            queries_read * N * H + keys_read * K * H,
+            "score",
+            (B, T, S, K, G),
+        ),
+        row(
+            "softmax over S",
+            SOFTMAX_FLOPS_PER_PAIR * pairs * N,
+            0,
+            0,
+            "score",
+            (B, T, S, K, G),
+            is_matmul=False,
+        ),
+        row(
+            f"score[B,T,S,K,G] . V[B,S,K,{H_v}]",
+            2 * pairs * N * Hv,
+            0,
+            keys_read * K * Hv + y,
+            "Y",
+            (B, T, N, Hv),
+        ),
+        row(f"Y[B,T,N,{H_v}] . W_O[N,{H_v},D]", 2 * B * T * w_o, w_o, y + w_o + x, "Z", (B, T, D)),
+        row(
+            "LayerNorm(X + Z)",
+            LAYER_NORM_FLOPS_PER_ELEMENT * x,
+            2 * D,
+            3 * x + 2 * D,
+            "Output",
+            (B, T, D),
+            is_matmul=False,
+        ),
+    )
+    sizes = {"B": B, "T": T, "S": S, "D": D, "N": N, "K": K, "G": G, "H": H, "Hv": Hv, "Dc": Dc}
+    return BlockCost(sizes, pairs, rows_of_table)
+
+
+def format_count(number: int) -> str:
+    """Write a count with three or four figures, as in ``604.0 M``.
+
+    Examples
+    --------
+    >>> format_count(603979776), format_count(999)
+    ('604.0 M', '999')
+    """
+    return _with_prefix(number, "")
+
+
+def format_bytes(number: int) -> str:
+    """Write a number of bytes with a decimal prefix, as in ``5.5 MB``.
+
+    Examples
+    --------
+    >>> format_bytes(5505024)
+    '5.5 MB'
+    """
+    return _with_prefix(number, "B")
+
+
+def _with_prefix(number: int, unit: str) -> str:
+    if number < 1000:
+        return f"{number} {unit}".rstrip()
+    value = float(number)
+    for prefix in "kMGTPE":
+        value /= 1000
+        # 999.95 would be rounded to 1000.0: the next prefix says it better.
+        if value < 999.95 or prefix == "E":
+            break
+    return f"{value:.1f} {prefix}{unit}"
+
+
+def _clipped_sum(top: int, limit: int) -> int:
+    """Sum of min(max(i, 0), limit) over all i <= top."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    return triangle(top) - triangle(top - limit)
+
+
+def _size(name: str, value: SupportsIndex) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {type(value).__name__}") from None
+    if size < 0:
+        raise ValueError(f"{name} must not be negative, got {size}")
+    return size

@@ -1,0 +1,535 @@
+"""Reading the weights of one attention layer from a .npz or .safetensors file.
+
+`NAMINGS` below is the whole of what is understood: how each kind of file names its tensors, and
+their shapes. Only layers that compute exactly
+
+    LayerNorm(X + softmax(Q K^T / sqrt(H)) V W_O)        (post-norm, no positions in the scores)
+
+are read, and for a bare attention module the same without X and LayerNorm. A file that holds
+anything else in the layer's attention is refused by name, rather than computed wrongly.
+"""
+
+import importlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .block import AttentionBlock, LayerNorm
+
+__all__ = ["WeightsError", "load_block", "load_tensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class Naming:
+    """One way of naming a layer's tensors; a full name is prefix + layers + name."""
+
+    title: str
+    layers: str  # what numbers the layers; in brackets where a file of one layer may omit it
+    # argument of the constructor -> (name in the file, its axes). Letters side by side are
+    # multiplied; R = N + 2 K is the number of heads that a matrix of stacked Q, K and V rows holds.
+    tensors: Mapping[str, tuple[str, str]]
+    sign: str  # the arguments, any of whose names in a file show that it uses this naming
+    scope: str  # pattern of the names which, beside those above, would change the formula
+    optional: tuple[str, ...] = ()  # arguments that may be absent, those of one entry together
+    linear: bool = True  # matrices are [out, in] as torch.nn.Linear holds them
+    eps: float | None = 1e-5  # LayerNorm's; None: neither LayerNorm nor residual
+    config: bool = False  # a config.json beside the file knows num_attention_heads, layer_norm_eps
+    any_prefix: bool = True  # False: with no prefix given, only names without one are looked at
+
+
+NAMINGS = (
+    Naming(
+        title="tileattn",
+        layers="[layers.{i}.]",
+        tensors={
+            "w_q": ("w_q", "D N H"),
+            "w_k": ("w_k", "Dc K H"),  # Dc is D, but for a layer that attends to another width
+            "w_v": ("w_v", "Dc K Hv"),
+            "w_o": ("w_o", "N Hv D"),
+            "b_q": ("b_q", "N H"),
+            "b_k": ("b_k", "K H"),
+            "b_v": ("b_v", "K Hv"),
+            "b_o": ("b_o", "D"),
+            "norm_weight": ("norm_weight", "D"),
+            "norm_bias": ("norm_bias", "D"),
+        },
+        sign="w_q w_k w_v w_o",
+        scope=r"[^.]+",
+        optional=("b_q", "b_k", "b_v", "b_o", "norm_weight", "norm_bias"),
+        linear=False,
+    ),
+    Naming(
+        title="Hugging Face BERT",
+        layers="encoder.layer.{i}.",
+        tensors={
+            "w_q": ("attention.self.query.weight", "NH D"),
+            "w_k": ("attention.self.key.weight", "KH D"),
+            "w_v": ("attention.self.value.weight", "KHv D"),
+            "w_o": ("attention.output.dense.weight", "D NHv"),
+            "b_q": ("attention.self.query.bias", "NH"),
+            "b_k": ("attention.self.key.bias", "KH"),
+            "b_v": ("attention.self.value.bias", "KHv"),
+            "b_o": ("attention.output.dense.bias", "D"),
+            "norm_weight": ("attention.output.LayerNorm.weight", "D"),
+            "norm_bias": ("attention.output.LayerNorm.bias", "D"),
+        },
+        sign="w_q w_k w_v",
+        scope=r"attention\..+",
+        eps=1e-12,
+        config=True,
+    ),
+    Naming(
+        title="torch.nn.TransformerEncoderLayer",
+        layers="[layers.{i}.]",
+        tensors={
+            "w_qkv": ("self_attn.in_proj_weight", "RH D"),
+            "w_o": ("self_attn.out_proj.weight", "D NH"),
+            "b_qkv": ("self_attn.in_proj_bias", "RH"),
+            "b_o": ("self_attn.out_proj.bias", "D"),
+            "norm_weight": ("norm1.weight", "D"),
+            "norm_bias": ("norm1.bias", "D"),
+        },
+        sign="w_qkv",
+        scope=r"self_attn\..+",
+        optional=("b_qkv b_o norm_bias",),
+    ),
+    Naming(
+        title="torch.nn.MultiheadAttention",
+        layers="",
+        tensors={
+            "w_qkv": ("in_proj_weight", "RH D"),
+            "w_o": ("out_proj.weight", "D NH"),
+            "b_qkv": ("in_proj_bias", "RH"),
+            "b_o": ("out_proj.bias", "D"),
+        },
+        sign="w_qkv",
+        scope=r"[^.]+|out_proj\..+",
+        optional=("b_qkv b_o",),
+        eps=None,
+        any_prefix=False,
+    ),
+)
+
+
+class WeightsError(ValueError):
+    """A file of weights that cannot be used; the message is one line and says why."""
+
+
+def load_block(
+    path: str | os.PathLike[str],
+    *,
+    layer: int = 0,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    prefix: str | None = None,
+    is_causal: bool = False,
+) -> AttentionBlock:
+    """Build an `AttentionBlock` from one layer of a file of weights.
+
+    The kinds of names are tileattn's own (the constructor's arguments, `norm_weight` and
+    `norm_bias`), those of Hugging Face BERT and its relatives, and those of
+    `torch.nn.TransformerEncoderLayer` and `torch.nn.MultiheadAttention`; the table `NAMINGS` in
+    this module lists them. float16 and bfloat16 tensors are converted to float32.
+
+    A torch layer made with ``norm_first=True`` has the same names as one without and cannot be
+    told from it: only the default, ``norm_first=False``, is the formula computed here.
+
+    Parameters
+    ----------
+    path : path
+        A .npz file, or a .safetensors file (needs the extra ``models``). Only the layer's own
+        tensors are read.
+    layer : int
+        Number of the layer, from 0.
+    num_heads : int, optional
+        N. Only tileattn's own names carry it in their shapes; for BERT it comes from
+        ``num_attention_heads`` of a config.json beside the file; otherwise it must be given.
+    num_kv_heads : int, optional
+        K; by default N.
+    prefix : str, optional
+        What stands before ``encoder.layer.0.`` and the like; needed only where the file holds
+        several stacks of layers.
+    is_causal : bool
+        Passed on to the block.
+
+    Returns
+    -------
+    AttentionBlock
+        Of float32 or float64, as the file. LayerNorm's eps is 1e-5; for BERT it is
+        ``layer_norm_eps`` of the config.json, or else 1e-12.
+
+    Raises
+    ------
+    WeightsError
+        The file cannot be read, holds no layer of a known kind, or a tensor is missing or of the
+        wrong shape or dtype.
+    ImportError
+        The file is .safetensors and the package safetensors is not installed.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from tileattn.weights import load_block
+    >>> w = np.ones((8, 2, 4), np.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "layer.npz")
+    ...     np.savez(path, w_q=w, w_k=w, w_v=w, w_o=w.reshape(2, 4, 8))
+    ...     block = load_block(path)
+    >>> block.num_heads, block.head_dim
+    (2, 4)
+    """
+    path = Path(path)
+    with _open(path) as file:
+        naming, base = _find_layer(file, layer, prefix)
+        names = _names_of_layer(file, naming, base)
+        eps = naming.eps
+        if naming.config:
+            config = _read_config(path.with_name("config.json"))
+            num_heads = _agree(path, num_heads, config.num_heads)
+            eps = config.eps if config.eps is not None else eps
+        if naming.linear and num_heads is None:
+            _fail(path, f"the names of {naming.title} do not tell the number of heads: "
+                        "num_heads must be given")  # fmt: skip
+        sizes = _known_sizes(path, naming, num_heads, num_kv_heads)
+        tensors = {argument: file.floats(name) for argument, name in names.items()}
+
+    for argument, tensor in tensors.items():
+        _check_shape(path, names[argument], tensor.shape, naming.tensors[argument][1], sizes)
+    if sizes["N"] % sizes["K"]:
+        _fail(path, f"K = {sizes['K']} key/value heads do not divide N = {sizes['N']} heads")
+    first = next(iter(tensors))
+    for argument, tensor in tensors.items():
+        if tensor.dtype != tensors[first].dtype:
+            _fail(path, f"{names[argument]} is {tensor.dtype} but {names[first]} is "
+                        f"{tensors[first].dtype}: the tensors of a layer must agree")  # fmt: skip
+
+    arguments: dict[str, Any] = dict(tensors)
+    weight, bias = arguments.pop("norm_weight", None), arguments.pop("norm_bias", None)
+    arguments["norm"] = None if eps is None else LayerNorm(weight, bias, eps)
+    arguments["residual"] = eps is not None
+    arguments["is_causal"] = is_causal
+    if naming.linear:
+        return AttentionBlock.from_linear(
+            num_heads=sizes["N"], num_kv_heads=sizes["K"], **arguments
+        )
+    return AttentionBlock(**arguments)
+
+
+def load_tensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Read every tensor of a .npz or .safetensors file.
+
+    Parameters
+    ----------
+    path : path
+        The file; .safetensors needs the extra ``models``.
+
+    Returns
+    -------
+    dict of str to ndarray
+        The tensors by name, in native byte order; float16 and bfloat16 come as float32.
+
+    Raises
+    ------
+    WeightsError
+        The file or one of its tensors cannot be read.
+    ImportError
+        The file is .safetensors and the package safetensors is not installed.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from tileattn.weights import load_tensors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "some.npz")
+    ...     np.savez(path, half=np.ones(2, np.float16), count=np.arange(3))
+    ...     {name: str(tensor.dtype) for name, tensor in load_tensors(path).items()}
+    {'half': 'float32', 'count': 'int64'}
+    """
+    with _open(Path(path)) as file:
+        return {name: file.tensor(name) for name in file.names}
+
+
+def _fail(path: Path, text: str, cause: BaseException | None = None) -> NoReturn:
+    # Names and messages of the libraries may hold line ends; the promise is one line.
+    raise WeightsError(" ".join(f"{path}: {text}".split())) from cause
+
+
+# ---------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class _File:
+    """An open file: its tensors' names, and a function that reads one of them."""
+
+    path: Path
+    names: tuple[str, ...]
+    read: Callable[[str], NDArray[Any]]
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """Tensor of any dtype, halves widened to float32."""
+        # NumPy, zipfile, zlib and safetensors share no class of errors for damaged data.
+        try:
+            tensor = self.read(name)
+        except Exception as error:
+            _fail(self.path, f"{name} cannot be read: {error}", error)
+        if not isinstance(tensor, np.ndarray):  # a member of the archive which is no .npy file
+            _fail(self.path, f"{name} is not an array")
+        if tensor.dtype == np.float16:
+            return tensor.astype(np.float32)
+        return tensor.astype(tensor.dtype.newbyteorder("="), copy=False)
+
+    def floats(self, name: str) -> NDArray[Any]:
+        """Tensor which must come out as float32 or float64."""
+        tensor = self.tensor(name)
+        if tensor.dtype not in (np.float32, np.float64):
+            _fail(self.path, f"{name} has dtype {tensor.dtype}, expected float16, bfloat16, "
+                             "float32 or float64")  # fmt: skip
+        return tensor
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[_File]:
+    suffix = path.suffix.lower()
+    if suffix not in (".npz", ".safetensors"):
+        _fail(path, "expected a file named *.npz or *.safetensors")
+    if path.is_dir():
+        _fail(path, "is a directory, expected a file")
+    if not path.exists():
+        _fail(path, "no such file")
+    with _open_npz(path) if suffix == ".npz" else _open_safetensors(path) as file:
+        yield file
+
+
+@contextmanager
+def _open_npz(path: Path) -> Iterator[_File]:
+    try:
+        if not zipfile.is_zipfile(path):
+            _fail(path, "is not a .npz file (a zip archive), or is cut short")
+        archive = np.load(path, allow_pickle=False)
+        names = tuple(archive.files)
+    except WeightsError:
+        raise
+    except Exception as error:
+        _fail(path, f"cannot be read: {error}", error)
+    with archive:
+        yield _File(path, names, archive.__getitem__)
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[_File]:
+    try:
+        safetensors = importlib.import_module("safetensors")
+    except ImportError:
+        raise ImportError(
+            "reading .safetensors files needs the package safetensors: "
+            "pip install 'tileattn[models]'"
+        ) from None
+    try:
+        archive = safetensors.safe_open(path, framework="numpy")
+    except Exception as error:
+        _fail(path, f"cannot be read: {error}", error)
+
+    def read(name: str) -> NDArray[Any]:
+        dtype = archive.get_slice(name).get_dtype()
+        if dtype == "BF16":
+            return _read_bfloat16(path, name)
+        if dtype.startswith("F8"):  # NumPy has none, and the library's own error is obscure
+            raise TypeError(f"its dtype {dtype} is not supported")
+        tensor: NDArray[Any] = archive.get_tensor(name)
+        return tensor
+
+    with archive:
+        yield _File(path, tuple(archive.keys()), read)
+
+
+def _read_bfloat16(path: Path, name: str) -> NDArray[np.float32]:
+    """Read a bfloat16 tensor as float32: the same number, whose lower 16 bits are zero.
+
+    NumPy has no bfloat16, so the library cannot return it. Its file is a length (8 bytes), a JSON
+    header of that length, and the data, which the header addresses; opening has checked them.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[name]
+        begin, end = entry["data_offsets"]
+        file.seek(8 + length + begin)
+        halves = np.frombuffer(file.read(end - begin), "<u2")
+    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
+
+
+@dataclass(frozen=True)
+class _Config:
+    num_heads: int | None = None
+    eps: float | None = None
+
+
+def _read_config(path: Path) -> _Config:
+    """What a Hugging Face config.json says; nothing where there is none."""
+    if not path.is_file():
+        return _Config()
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        _fail(path, f"cannot be read: {error}", error)
+    if not isinstance(values, dict):
+        _fail(path, "expected a JSON object")
+    num_heads, eps = values.get("num_attention_heads"), values.get("layer_norm_eps")
+    if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
+        _fail(path, f"num_attention_heads is {num_heads!r}, expected a positive integer")
+    if eps is not None and (type(eps) not in (int, float) or not 0 <= eps < np.inf):
+        _fail(path, f"layer_norm_eps is {eps!r}, expected a number of at least 0")
+    return _Config(num_heads, eps)
+
+
+# ---------------------------------------------------------------- finding the layer
+
+
+@dataclass(frozen=True)
+class _Stack:
+    naming: Naming
+    prefix: str
+    numbered: bool
+    layers: set[int] = field(default_factory=set, compare=False)
+
+    def base(self, layer: int | str) -> str:
+        """What stands before the names of one layer."""
+        numbering = self.naming.layers.strip("[]") if self.numbered else ""
+        return self.prefix + numbering.replace("{i}", str(layer))
+
+
+def _find_layer(file: _File, layer: int, prefix: str | None) -> tuple[Naming, str]:
+    stacks = _find_stacks(file.names)
+    if prefix is None:
+        found = [stack for stack in stacks if stack.naming.any_prefix or not stack.prefix]
+    else:
+        prefix = prefix + "." if prefix and not prefix.endswith(".") else prefix
+        found = [stack for stack in stacks if stack.prefix == prefix]
+    if not found:
+        where = f" under the prefix {prefix!r}" if prefix else ""
+        names = [name for name in sorted(file.names) if name.startswith(prefix or "")]
+        _fail(file.path, f"no attention layer of a known kind{where}: found {_some(names)}; "
+                         f"expected one of {_expected()}")  # fmt: skip
+    if len(found) > 1:
+        bases = ", ".join(repr(stack.base("{i}")) for stack in found)
+        _fail(file.path, f"holds several stacks of layers, with names that begin with {bases}: "
+                         "prefix must be given")  # fmt: skip
+    (stack,) = found
+    if layer not in stack.layers:
+        count = len(stack.layers)
+        numbers = ", ".join(map(str, sorted(stack.layers)))
+        if stack.layers == set(range(count)):
+            numbers = f"0 to {count - 1}" if count > 1 else "0"
+        _fail(file.path, f"layer {layer} is out of range: the file has {count} "
+                         f"layer{'s' * (count != 1)}, {numbers}")  # fmt: skip
+    return stack.naming, stack.base(layer)
+
+
+def _find_stacks(names: tuple[str, ...]) -> list[_Stack]:
+    stacks: dict[_Stack, _Stack] = {}
+    for naming in NAMINGS:
+        signs = "|".join(re.escape(naming.tensors[sign][0]) for sign in naming.sign.split())
+        numbering = re.escape(naming.layers.strip("[]")).replace(r"\{i\}", r"(?P<i>0|[1-9]\d*)")
+        optional = "?" if naming.layers.startswith("[") or not naming.layers else ""
+        pattern = re.compile(rf"(?P<prefix>(?:.*?\.)??)(?P<n>{numbering}){optional}(?:{signs})")
+        for name in names:
+            if match := pattern.fullmatch(name):
+                numbered = bool(match["n"])
+                stack = _Stack(naming, match["prefix"], numbered)
+                stacks.setdefault(stack, stack).layers.add(int(match["i"]) if numbered else 0)
+    return list(stacks)
+
+
+def _expected() -> str:
+    kinds = []
+    for naming in NAMINGS:
+        name = naming.tensors[naming.sign.split()[0]][0]
+        kinds.append(f"{naming.layers}{name} ({naming.title})")
+    return ", ".join(kinds)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}" + (f" ({shown})" if names else "")
+
+
+def _names_of_layer(file: _File, naming: Naming, base: str) -> dict[str, str]:
+    """Constructor argument -> full name in the file, of the tensors that are there."""
+    full = {argument: base + name for argument, (name, _) in naming.tensors.items()}
+    present = set(file.names)
+    scope = re.compile(naming.scope)
+    for name in sorted(present - set(full.values())):
+        if name.startswith(base) and scope.fullmatch(name, len(base)):
+            _fail(file.path, f"{name} is not part of a {naming.title} layer as computed here "
+                             "(post-norm, no positions in the scores)")  # fmt: skip
+    missing = {argument for argument, name in full.items() if name not in present}
+    absent_together = {
+        argument
+        for group in naming.optional
+        if missing.issuperset(group.split())
+        for argument in group.split()
+    }
+    for argument, name in full.items():
+        if argument in missing - absent_together:
+            _fail(file.path, f"the tensor {name} is missing")
+    return {argument: name for argument, name in full.items() if argument not in missing}
+
+
+# ---------------------------------------------------------------- heads and shapes
+
+
+def _agree(path: Path, given: int | None, configured: int | None) -> int | None:
+    if given is not None and configured is not None and given != configured:
+        _fail(path, f"num_heads is {given}, but the config.json beside the file says {configured}")
+    return configured if given is None else given
+
+
+def _known_sizes(
+    path: Path, naming: Naming, num_heads: int | None, num_kv_heads: int | None
+) -> dict[str, int]:
+    """Sizes by axis letter, as far as they are known before any tensor is looked at."""
+    sizes = {}
+    for letter, count in (("N", num_heads), ("K", num_kv_heads)):
+        if count is not None:
+            if count < 1:
+                _fail(path, f"{letter} = {count} heads were asked for, expected at least 1")
+            sizes[letter] = count
+    if naming.linear:
+        sizes.setdefault("K", sizes["N"])
+        sizes["R"] = sizes["N"] + 2 * sizes["K"]
+    return sizes
+
+
+def _check_shape(
+    path: Path, name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]
+) -> None:
+    """Compare a shape with its axes, learning the sizes that are not known yet."""
+    fits = len(shape) == len(axes.split())
+    for size, letters in zip(shape, axes.split(), strict=False):
+        unknown = []
+        known = 1
+        for letter in re.findall("[A-Z][a-z]?", letters):
+            if letter in sizes:
+                known *= sizes[letter]
+            else:
+                unknown.append(letter)
+        # No axis of the table has two letters that are unknown when its tensor's turn comes.
+        if fits and unknown and size and size % known == 0:
+            sizes[unknown[0]] = size // known
+        elif size != known:
+            fits = False
+    if not fits:
+        axis_letters = dict.fromkeys(re.findall("[A-Z][a-z]?", axes))
+        values = ", ".join(f"{axis} = {sizes[axis]}" for axis in axis_letters if axis in sizes)
+        _fail(path, f"{name} has shape {list(shape)}, expected [{axes.replace(' ', ', ')}]"
+                    + (f" with {values}" if values else ""))  # fmt: skip

@@ -1,0 +1,549 @@
+"""The reference against loops in plain Python, and against the meaning that is pinned for it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tileattn import LayerNorm, reference
+
+INF, NAN = math.inf, math.nan
+# Two float64 evaluations of sums of at most some dozens of terms of size about 1, in another order.
+CLOSE = {"rtol": 1e-13, "atol": 1e-13}
+
+
+def sees(t, j, b, S, is_causal, query_offset, query_lengths, key_value_lengths):
+    """Whether query t of sequence b sees key j, as one sentence."""
+    offset = 0 if query_offset is None else query_offset[b]
+    return (
+        (not is_causal or j <= t + offset)
+        and (query_lengths is None or t < query_lengths[b])
+        and (key_value_lengths is None or j < key_value_lengths[b])
+    )
+
+
+def attention_by_loops(q, k, v, scale, **mask):
+    """Attention with lists and floats; every sum exact."""
+    (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
+    y, lse = np.zeros((B, T, N, Hv)), np.full((B, T, N), -INF)
+    for b, t, n in np.ndindex(B, T, N):
+        head = n // (N // K)
+        keys = [j for j in range(S) if sees(t, j, b, S, **mask)]
+        scores = [
+            scale * math.fsum(float(q[b, t, n, h]) * float(k[b, j, head, h]) for h in range(H))
+            for j in keys
+        ]
+        if not keys:
+            continue
+        top = max(scores)
+        weights = [math.exp(score - top) for score in scores]
+        total = math.fsum(weights)
+        lse[b, t, n] = top + math.log(total)
+        for h in range(Hv):
+            products = (w * float(v[b, j, head, h]) for w, j in zip(weights, keys, strict=True))
+            y[b, t, n, h] = math.fsum(products) / total
+    return y, lse
+
+
+def norm_by_loops(row, weight, bias, eps):
+    mean = math.fsum(row) / len(row)
+    variance = math.fsum((value - mean) ** 2 for value in row) / len(row)
+    return [
+        (value - mean) / math.sqrt(variance + eps) * float(w) + float(b)
+        for value, w, b in zip(row, weight, bias, strict=True)
+    ]
+
+
+def qkv(B=2, T=4, S=5, N=4, K=2, H=3, Hv=2, dtype=np.float64, seed=0):
+    draw = np.random.default_rng(seed).standard_normal
+    return tuple(draw(shape).astype(dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv)))
+
+
+@st.composite
+def problems(draw):
+    size = st.integers(1, 5)
+    B, T, S, K, G, H, Hv = draw(st.tuples(st.integers(1, 3), size, size, *[st.integers(1, 3)] * 4))
+    per_sequence = lambda low, high: st.lists(  # noqa: E731
+        st.integers(low, high), min_size=B, max_size=B
+    )
+    mask = {
+        "is_causal": draw(st.booleans()),
+        "query_offset": draw(per_sequence(-T - 1, S + 1)),
+        "query_lengths": draw(st.none() | per_sequence(0, T)),
+        "key_value_lengths": draw(st.none() | per_sequence(0, S)),
+    }
+    arrays = qkv(B, T, S, K * G, K, H, Hv, seed=draw(st.integers(0, 99)))
+    return arrays, draw(st.sampled_from([None, 0.0, 0.3, -2.0])), mask
+
+
+@given(problems(), st.sampled_from([1, 7, 1 << 20]))
+def test_attention_equals_loops(problem, scores_at_once):
+    (q, k, v), scale, mask = problem
+    effective_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    expected, expected_lse = attention_by_loops(q, k, v, effective_scale, **mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "SCORES_AT_ONCE", scores_at_once)
+        y, lse = reference.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=mask["is_causal"],
+            query_offset=mask["query_offset"],
+            query_seq_lengths=mask["query_lengths"],
+            key_value_seq_lengths=mask["key_value_lengths"],
+            return_lse=True,
+        )
+    np.testing.assert_allclose(y, expected, **CLOSE)
+    np.testing.assert_allclose(lse, expected_lse, **CLOSE)
+
+
+@given(problems())
+def test_visible_equals_its_definition(problem):
+    (q, k, _), _, mask = problem
+    (B, T), S = q.shape[:2], k.shape[1]
+    expected = [[[sees(t, j, b, S, **mask) for j in range(S)] for t in range(T)] for b in range(B)]
+    actual = reference.visible(B, T, S, **mask)
+    assert actual.dtype == bool
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_visible_takes_numbers_for_all_sequences_and_extreme_offsets():
+    one = reference.visible(2, 3, 4, is_causal=True, query_offset=1, key_value_lengths=3)
+    np.testing.assert_array_equal(one, [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]] * 2)
+    big = np.iinfo(np.int64).max
+    assert reference.visible(1, 3, 4, is_causal=True, query_offset=big).all()
+    assert not reference.visible(1, 3, 4, is_causal=True, query_offset=-big).any()
+
+
+def test_causal_offset_zero_is_aligned_to_the_first_key_and_s_minus_t_to_the_last():
+    q, k, v = qkv(B=1, T=2, S=5)
+    first = reference.dot_product_attention(q, k, v, is_causal=True, query_offset=0)
+    last = reference.dot_product_attention(q, k, v, is_causal=True, query_offset=3)
+    np.testing.assert_array_equal(first[:, 0], v[:, 0].repeat(2, axis=1))
+    np.testing.assert_allclose(
+        last,
+        reference.dot_product_attention(q, k, v, key_value_seq_lengths=[5])
+        * np.array([0, 1]).reshape(1, 2, 1, 1)
+        + reference.dot_product_attention(q, k[:, :4], v[:, :4])
+        * np.array([1, 0]).reshape(1, 2, 1, 1),
+        **CLOSE,
+    )
+    np.testing.assert_array_equal(
+        reference.dot_product_attention(q[:, :1].repeat(5, axis=1), k, v, is_causal=True)[:, 0],
+        first[:, 0],
+    )
+
+
+def test_causal_with_other_key_length_needs_an_offset():
+    q, k, v = qkv(T=2, S=5)
+    with pytest.raises(ValueError, match="query_offset"):
+        reference.dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_query_head_n_uses_key_value_head_n_over_g():
+    q, k, v = qkv(N=6, K=2)
+    repeated = reference.dot_product_attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2))
+    np.testing.assert_allclose(reference.dot_product_attention(q, k, v), repeated, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtype_of_output_and_lse_is_that_of_q_and_float32_is_rounded_once(dtype):
+    q, k, v = qkv(dtype=dtype)
+    y, lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    wide = reference.dot_product_attention(
+        *(a.astype(np.float64) for a in (q, k, v)), return_lse=True
+    )
+    assert y.dtype == lse.dtype == dtype
+    np.testing.assert_array_equal(y, wide[0].astype(dtype))
+    np.testing.assert_array_equal(lse, wide[1].astype(dtype))
+
+
+def test_without_batch_axis():
+    q, k, v = qkv(B=1)
+    y, lse = reference.dot_product_attention(q[0], k[0], v[0], return_lse=True)
+    whole, whole_lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    np.testing.assert_array_equal(y, whole[0])
+    np.testing.assert_array_equal(lse, whole_lse[0])
+
+
+def test_out_is_filled_and_returned():
+    q, k, v = qkv()
+    memory = np.full((2, 4, 4, 2, 2), 7.0)
+    out = memory[..., 1]
+    assert reference.dot_product_attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, reference.dot_product_attention(q, k, v))
+    assert (memory[..., 0] == 7).all()
+    bare = np.empty((4, 4, 2))
+    assert reference.dot_product_attention(q[0], k[0], v[0], out=bare) is bare
+    np.testing.assert_array_equal(bare, out[0])
+
+
+def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity():
+    q, k, v = qkv(B=3, T=4, S=4)
+    y, lse = reference.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        query_offset=[0, -2, 0],
+        query_seq_lengths=[4, 4, 3],
+        key_value_seq_lengths=[0, 4, 4],
+        return_lse=True,
+    )
+    empty = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 1]], dtype=bool)
+    assert not y[empty].any()
+    assert (lse[empty] == -INF).all()
+    assert np.isfinite(lse[~empty]).all()
+    assert y[~empty].all()
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e308])
+def test_what_is_invisible_does_not_leak(garbage):
+    q, k, v = qkv(B=2, T=4, S=6)
+    mask = {
+        "is_causal": True,
+        "query_offset": [1, 0],
+        "key_value_seq_lengths": [4, 6],
+        "query_seq_lengths": [4, 2],
+        "return_lse": True,
+    }
+    expected = reference.dot_product_attention(q, k, v, **mask)
+    k[0, 4:] = v[0, 4:] = k[1, 4:] = v[1, 4:] = q[1, 2:] = garbage
+    for actual, clean in zip(
+        reference.dot_product_attention(q, k, v, **mask), expected, strict=True
+    ):
+        np.testing.assert_array_equal(actual, clean)
+
+
+@pytest.mark.parametrize("stray", [NAN, INF, -INF])
+def test_a_stray_value_reaches_the_rows_that_see_it_in_its_column(stray):
+    q, k, v = qkv(B=1, T=5, S=5, N=4, K=2, Hv=3)
+    expected = reference.dot_product_attention(q, k, v, is_causal=True)
+    v[0, 2, 1, 1] = stray
+    expected[0, 2:, 2:, 1] = stray
+    np.testing.assert_array_equal(
+        reference.dot_product_attention(q, k, v, is_causal=True), expected
+    )
+
+
+def test_infinities_of_both_signs_in_one_column_make_nan():
+    q, k, v = qkv(B=1, T=4, S=4, N=1, K=1, Hv=1)
+    v[0, 1], v[0, 2] = INF, -INF
+    y = reference.dot_product_attention(q, k, v, is_causal=True)[0, :, 0, 0]
+    assert np.isfinite(y[0])
+    assert y[1] == INF
+    assert np.isnan(y[2:]).all()
+
+
+def test_a_stray_query_or_key_makes_the_rows_that_see_it_nan():
+    q, k, v = qkv(B=1, T=4, S=4, N=2, K=1)
+    clean, clean_lse = reference.dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    q[0, 1, 1, 0] = NAN
+    k[0, 3, 0, 0] = NAN
+    y, lse = reference.dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    hit = np.zeros((1, 4, 2), dtype=bool)
+    hit[0, 1, 1] = hit[0, 3] = True
+    assert np.isnan(y[hit]).all()
+    assert np.isnan(lse[hit]).all()
+    np.testing.assert_array_equal(y[~hit], clean[~hit])
+    np.testing.assert_array_equal(lse[~hit], clean_lse[~hit])
+
+
+def test_a_score_of_minus_infinity_weighs_nothing_and_plus_infinity_makes_nan():
+    q, k, v = np.ones((1, 1, 1, 1)), np.ones((1, 3, 1, 1)), np.arange(3.0).reshape(1, 3, 1, 1)
+    k[0, 2] = -INF
+    y, lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    assert y.item() == 0.5
+    assert lse.item() == pytest.approx(1 + math.log(2))
+    y, lse = reference.dot_product_attention(q, np.full_like(k, -INF), v, return_lse=True)
+    assert (y.item(), lse.item()) == (0, -INF)
+    k[0, 2] = INF
+    assert np.isnan(reference.dot_product_attention(q, k, v)).all()
+
+
+def test_scores_far_from_zero_neither_overflow_nor_vanish():
+    q = np.ones((1, 1, 1, 1))
+    v = np.array([1.0, 3.0, 1e300]).reshape(1, 3, 1, 1)
+    for base in (-1e6, 1e6):
+        k = np.array([base, base, base - 1e4]).reshape(1, 3, 1, 1)
+        y, lse = reference.dot_product_attention(q, k, v, return_lse=True)
+        assert y.item() == 2
+        assert lse.item() == pytest.approx(base + math.log(2), rel=1e-15)
+
+
+@pytest.mark.parametrize("size", [{"T": 0}, {"S": 0}, {"B": 0}, {"H": 0}, {"Hv": 0}])
+def test_empty_axes(size):
+    q, k, v = qkv(**{"B": 2, "T": 3, "S": 4} | size)
+    y, lse = reference.dot_product_attention(q, k, v, scale=1.0, return_lse=True)
+    assert y.shape == (*q.shape[:3], v.shape[3])
+    assert lse.shape == q.shape[:3]
+    if "S" in size:
+        assert not y.any()
+        assert (lse == -INF).all()
+    if "H" in size:  # no score to tell the keys apart
+        np.testing.assert_allclose(y, v.mean(axis=1, keepdims=True).repeat(2, 2).repeat(3, 1))
+        np.testing.assert_allclose(lse, math.log(4))
+
+
+def test_inputs_may_be_strided_reversed_read_only_swapped_and_unaligned():
+    q, k, v = qkv()
+    expected = reference.dot_product_attention(q, k, v)
+    wide = np.zeros((*q.shape[:3], 6))
+    wide[..., ::2] = q
+    q_strided = wide[..., ::2]
+    k_backwards = np.ascontiguousarray(k[:, ::-1])[:, ::-1]
+    memory = np.zeros(v.nbytes + 1, dtype=np.uint8)
+    v_unaligned = memory[1:].view(np.float64).reshape(v.shape)
+    v_unaligned[...] = v
+    for array in (q_strided, k_backwards, v_unaligned):
+        array.flags.writeable = False
+    np.testing.assert_array_equal(
+        reference.dot_product_attention(q_strided, k_backwards, v_unaligned), expected
+    )
+    swapped = reference.dot_product_attention(*(a.astype(">f8") for a in (q, k, v)))
+    assert swapped.dtype.isnative
+    np.testing.assert_array_equal(swapped, expected)
+
+
+def test_a_block_of_rows_at_a_time_keeps_memory_small():
+    tracemalloc = pytest.importorskip("tracemalloc")
+    q, k, v = qkv(B=1, T=2048, S=2048, N=4, K=2, H=8, Hv=8, dtype=np.float32)
+    tracemalloc.start()
+    try:
+        reference.dot_product_attention(q, k, v, is_causal=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # One float64 array of all scores would be 134 MB; a block holds about six of 8 MiB.
+    assert peak < 64 << 20
+
+
+# ------------------------------------------------------------------ LayerNorm
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 7)])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm_equals_loops(shape, with_residual, affine):
+    draw = np.random.default_rng(1).standard_normal
+    x, residual = draw(shape), draw(shape)
+    weight, bias = (draw(shape[-1]), draw(shape[-1])) if affine else (None, None)
+    total = x + residual if with_residual else x
+    w, b = (weight, bias) if affine else (np.ones(shape[-1]), np.zeros(shape[-1]))
+    expected = [norm_by_loops(row, w, b, 1e-3) for row in total.reshape(-1, shape[-1]).tolist()]
+    actual = reference.layer_norm(
+        x, weight, bias, 1e-3, residual=residual if with_residual else None
+    )
+    np.testing.assert_allclose(actual, np.reshape(expected, shape), **CLOSE)
+
+
+def test_layer_norm_with_a_large_mean():
+    spread = np.random.default_rng(2).integers(-4, 5, (3, 64)).astype(np.float64)
+    # Whole numbers: the shifted input is exact, so the result must not change beyond rounding.
+    np.testing.assert_allclose(
+        reference.layer_norm(spread + 2.0**40), reference.layer_norm(spread), rtol=1e-12
+    )
+
+
+def test_layer_norm_of_constant_rows_is_the_bias():
+    bias = np.arange(8.0)
+    np.testing.assert_array_equal(
+        reference.layer_norm(np.full((2, 8), 1234.0), np.full(8, 5.0), bias), [bias, bias]
+    )
+
+
+def test_layer_norm_of_nothing_and_of_nan():
+    assert reference.layer_norm(np.empty((0, 4))).shape == (0, 4)
+    assert reference.layer_norm(np.empty((4, 0))).shape == (4, 0)
+    x = np.random.default_rng(3).standard_normal((3, 4))
+    expected = reference.layer_norm(x)
+    x[1, 2] = NAN
+    expected[1] = NAN
+    np.testing.assert_array_equal(reference.layer_norm(x), expected)
+
+
+def test_layer_norm_keeps_float32_and_fills_out():
+    x = np.random.default_rng(4).standard_normal((3, 4)).astype(np.float32)
+    out = np.empty((3, 4), dtype=np.float32)
+    assert reference.layer_norm(x, out=out) is out
+    expected = reference.layer_norm(x.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(out, expected)
+    assert reference.layer_norm(x).dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"x": np.ones((2, 4), dtype=np.int64)}, TypeError),
+        ({"weight": np.ones(4, dtype=np.float32)}, TypeError),
+        ({"weight": np.ones(3)}, ValueError),
+        ({"bias": np.ones((1, 4))}, ValueError),
+        ({"residual": np.ones(4)}, ValueError),
+        ({"out": np.ones((2, 3))}, ValueError),
+        ({"out": np.ones((2, 4), dtype=np.float32)}, TypeError),
+        ({"out": [[0.0] * 4] * 2}, TypeError),
+        ({"x": np.float64(1)}, ValueError),
+    ],
+)
+def test_layer_norm_refuses_what_does_not_fit(change, error):
+    (name,) = change
+    with pytest.raises(error, match=f"^{name} "):
+        reference.layer_norm(**{"x": np.ones((2, 4))} | change)
+
+
+# ------------------------------------------------------------------ the block
+
+
+def block_arguments(B=2, T=4, S=None, D=6, Dc=None, N=4, K=2, H=3, Hv=2, dtype=np.float64):
+    draw = np.random.default_rng(5).standard_normal
+    c = D if Dc is None else Dc
+    shapes = {
+        "x": (B, T, D),
+        "w_q": (D, N, H),
+        "w_k": (c, K, H),
+        "w_v": (c, K, Hv),
+        "w_o": (N, Hv, D),
+        "b_q": (N, H),
+        "b_k": (K, H),
+        "b_v": (K, Hv),
+        "b_o": (D,),
+    }
+    if S is not None:
+        shapes["context"] = (B, S, c)
+    return {name: draw(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def block_by_loops(a, *, norm=(1.0, 0.0, 1e-5), residual=True, **mask):
+    """The block, its projections with einsum and its attention by loops."""
+    c = a.get("context", a["x"])
+    q = np.einsum("btd,dnh->btnh", a["x"], a["w_q"]) + a.get("b_q", 0)
+    k = np.einsum("bsd,dkh->bskh", c, a["w_k"]) + a.get("b_k", 0)
+    v = np.einsum("bsd,dkh->bskh", c, a["w_v"]) + a.get("b_v", 0)
+    scale = mask.pop("scale", 1 / math.sqrt(q.shape[-1]))
+    default = dict.fromkeys(("query_offset", "query_lengths", "key_value_lengths"))
+    y, _ = attention_by_loops(q, k, v, scale, **{"is_causal": False} | default | mask)
+    z = np.einsum("btnh,nhd->btd", y, a["w_o"]) + a.get("b_o", 0)
+    z = a["x"] + z if residual else z
+    if norm is None:
+        return z
+    weight, bias = (np.broadcast_to(part, z.shape[-1]) for part in norm[:2])
+    rows = [
+        norm_by_loops(row, weight, bias, norm[2]) for row in z.reshape(-1, z.shape[-1]).tolist()
+    ]
+    return np.reshape(rows, z.shape)
+
+
+@pytest.mark.parametrize("left_out", ["", "b_q", "b_k", "b_v", "b_o", "b_q b_k b_v b_o"])
+@pytest.mark.parametrize("S", [None, 5])
+def test_block_equals_loops_with_any_biases(left_out, S):
+    a = block_arguments(S=S, Dc=None if S is None else 7)
+    for name in left_out.split():
+        del a[name]
+    np.testing.assert_allclose(reference.attention_block(**a), block_by_loops(a), **CLOSE)
+
+
+def test_block_norm_residual_and_scale():
+    a = block_arguments()
+    weight, bias = np.linspace(0.5, 2, 6), np.linspace(-1, 1, 6)
+    for options, expected in (
+        ({"norm": None}, block_by_loops(a, norm=None)),
+        ({"residual": False}, block_by_loops(a, residual=False)),
+        ({"norm": None, "residual": False}, block_by_loops(a, norm=None, residual=False)),
+        ({"scale": 0.0}, block_by_loops(a, scale=0.0)),
+        ({"norm": LayerNorm(weight, bias, 0.5)}, block_by_loops(a, norm=(weight, bias, 0.5))),
+        ({"norm": LayerNorm(weight)}, block_by_loops(a, norm=(weight, 0.0, 1e-5))),
+    ):
+        np.testing.assert_allclose(reference.attention_block(**a, **options), expected, **CLOSE)
+
+
+def test_block_masks():
+    a = block_arguments(S=5)
+    np.testing.assert_allclose(
+        reference.attention_block(
+            **a,
+            is_causal=True,
+            query_offset=[1, -1],
+            query_seq_lengths=[3, 4],
+            key_value_seq_lengths=[5, 2],
+        ),
+        block_by_loops(
+            a,
+            is_causal=True,
+            query_offset=[1, -1],
+            query_lengths=[3, 4],
+            key_value_lengths=[5, 2],
+        ),
+        **CLOSE,
+    )
+
+
+def test_block_queries_beyond_their_length_keep_input_and_bias():
+    a = block_arguments()
+    y = reference.attention_block(**a, query_seq_lengths=[4, 2])
+    np.testing.assert_allclose(y[1, 2:], reference.layer_norm(a["x"][1, 2:] + a["b_o"]), **CLOSE)
+
+
+def test_block_padding_does_not_leak():
+    a = block_arguments()
+    lengths = {"query_seq_lengths": [4, 2], "key_value_seq_lengths": [4, 2]}
+    expected = reference.attention_block(**a, **lengths)
+    a["x"][1, 2:] = NAN
+    expected[1, 2:] = NAN
+    np.testing.assert_array_equal(reference.attention_block(**a, **lengths), expected)
+
+
+def test_block_float32_is_the_float64_block_rounded_once():
+    a = block_arguments(dtype=np.float32)
+    y = reference.attention_block(**a, is_causal=True)
+    wide = reference.attention_block(
+        **{name: array.astype(np.float64) for name, array in a.items()}, is_causal=True
+    )
+    assert y.dtype == np.float32
+    np.testing.assert_array_equal(y, wide.astype(np.float32))
+
+
+def test_block_out_and_empty_axes():
+    a = block_arguments()
+    out = np.empty((2, 4, 6))
+    assert reference.attention_block(**a, out=out) is out
+    np.testing.assert_array_equal(out, reference.attention_block(**a))
+    for size in ({"B": 0}, {"T": 0}, {"S": 0}):
+        a = block_arguments(**size)
+        y = reference.attention_block(**a)
+        assert y.shape == a["x"].shape
+        if "S" in size:
+            np.testing.assert_allclose(y, reference.layer_norm(a["x"] + a["b_o"]), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"x": np.ones((2, 4, 6), dtype=np.int32)}, TypeError),
+        ({"x": np.ones((4, 4, 4, 6))}, ValueError),
+        ({"w_q": np.ones((5, 4, 3))}, ValueError),
+        ({"w_k": np.ones((6, 2, 4))}, ValueError),
+        ({"w_v": np.ones((6, 4, 2))}, ValueError),
+        ({"w_o": np.ones((4, 2, 6), dtype=np.float32)}, TypeError),
+        ({"w_o": np.ones((4, 3, 6))}, ValueError),
+        ({"b_q": np.ones(12)}, ValueError),
+        ({"b_o": np.ones(5)}, ValueError),
+        ({"context": np.ones((1, 5, 6))}, ValueError),
+        ({"context": np.ones((2, 5, 6), dtype=np.float32)}, TypeError),
+        ({"out": np.ones((2, 4, 5))}, ValueError),
+    ],
+)
+def test_block_refuses_what_does_not_fit(change, error):
+    (name,) = change
+    with pytest.raises(error, match=f"^{name} "):
+        reference.attention_block(**block_arguments() | change)
+
+
+def test_block_refuses_an_unknown_alignment_and_lengths_outside():
+    a = block_arguments(S=5)
+    with pytest.raises(ValueError, match="query_offset"):
+        reference.attention_block(**a, is_causal=True)
+    with pytest.raises(ValueError, match="key_value_seq_lengths"):
+        reference.attention_block(**a, key_value_seq_lengths=[6, 1])
