@@ -8,9 +8,31 @@
  * The first slice overwrites C, later ones accumulate; the last adds the bias. C may not overlap A, B
  * or bias. A panel's padding may hold anything, NaN too.
  */
+/* What a plain store cannot do: a bias, or columns that are no whole vectors. */
+#define gemm_store TA_NAME(gemm_store)
+TA_NOINLINE void gemm_store(const ta_gemm_tile *t, const real *products, int width)
+{
+    const real *bias = t->bias;
+    for (int i = 0; i < t->rows; i++) {
+        real *c = (real *)t->c + i * t->c_stride;
+        int j = 0;
+        for (; j + TA_VL <= t->columns; j += TA_VL) {
+            vec sum = vec_load(products + j);
+            sum = t->accumulate ? vec_load(c + j) + sum : sum;
+            vec_store(c + j, bias != NULL ? sum + vec_load(bias + j) : sum);
+        }
+        for (; j < t->columns; j++) {
+            real sum = t->accumulate ? c[j] + products[j] : products[j];
+            c[j] = bias != NULL ? sum + bias[j] : sum;
+        }
+        products += width;
+    }
+}
+
 #define gemm_body TA_NAME(gemm_body)
 TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *t)
 {
+    const int width = vectors * TA_VL;
     real *c = t->c;
     vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
@@ -21,30 +43,25 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
             acc[i][j] = vec_all(0);
     }
     if (t->b_next != NULL)
-        outer_products(acc, rows, vectors, t->depth, t->a, 1, rows, t->b, vectors * TA_VL, t->b_next);
+        outer_products(acc, rows, vectors, t->depth, t->a, 1, rows, t->b, width, t->b_next);
     else
-        outer_products(acc, rows, vectors, t->depth, t->a, 1, rows, t->b, vectors * TA_VL, NULL);
+        outer_products(acc, rows, vectors, t->depth, t->a, 1, rows, t->b, width, NULL);
 
-    const real *bias = t->bias;
+    int plain = t->columns == width && t->bias == NULL;
+    real products[TA_GEMM_MR * TA_GEMM_NV * TA_VL];
+    real *to = plain ? c : products;
+    ptrdiff_t stride = plain ? t->c_stride : width;
+    int accumulate = plain && t->accumulate;
     TA_UNROLL
-    for (int j = 0; j < vectors; j++) {
-        ptrdiff_t left = t->columns - j * TA_VL;
-        if (left >= TA_VL) {
-            TA_UNROLL
-            for (int i = 0; i < rows; i++) {
-                real *to = c + i * t->c_stride + j * TA_VL;
-                vec sum = t->accumulate ? vec_load(to) + acc[i][j] : acc[i][j];
-                vec_store(to, bias != NULL ? sum + vec_load(bias + j * TA_VL) : sum);
-            }
-        } else {
-            TA_UNROLL
-            for (int i = 0; i < rows; i++) {
-                real *to = c + i * t->c_stride + j * TA_VL;
-                vec sum = t->accumulate ? vec_load_part(to, left) + acc[i][j] : acc[i][j];
-                vec_store_part(to, bias != NULL ? sum + vec_load_part(bias + j * TA_VL, left) : sum, left);
-            }
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < vectors; j++) {
+            real *at = to + i * stride + j * TA_VL;
+            vec_store(at, accumulate ? vec_load(at) + acc[i][j] : acc[i][j]);
         }
     }
+    if (!plain)
+        gemm_store(t, products, width);
 }
 
 /* One function for each height and width, so that each has its own registers. */

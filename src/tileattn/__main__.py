@@ -57,19 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Examples
     --------
-    >>> main(["cost", "-T", "128"]) == 0  # doctest: +ELLIPSIS
+    >>> main(["cost", "-T", "128"])  # doctest: +ELLIPSIS
     B 1  T 128 ...
-    True
+    0
     """
     try:
-        arguments = _parser().parse_args(argv)
+        try:
+            arguments = _parser().parse_args(argv)
+        except SystemExit:
+            return 0  # --help has been printed
         status: int = arguments.command(arguments)
+        # Here, where a reader that has gone can still be answered for.
         sys.stdout.flush()
         return status
     except CommandError as error:
         message = str(error)
     except MemoryError as error:
-        message = f"out of memory. {error}"
+        message = f"out of memory: {error}" if str(error) else "out of memory"
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -100,6 +104,8 @@ def _blaming(subject: str | None, *errors: type[Exception]) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others here."""
+
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{message} (see {self.prog} --help)")
 
@@ -219,6 +225,12 @@ class _Problem:
     x: Array
     weights: dict[str, Any] | None = None
 
+    @property
+    def batch_and_length(self) -> tuple[int, int]:
+        """B and T of x[B,T,D] or x[T,D]."""
+        B, T = (1, *self.x.shape)[-3:-1]
+        return B, T
+
 
 @dataclass
 class _Times:
@@ -248,7 +260,7 @@ def _run(arguments: argparse.Namespace) -> int:
     times = _time(problem, threads, arguments.repeats)
     peak = max(peak, _core.measure_fma_peak(dtype, threads))
 
-    B, T, _ = x.shape
+    B, T = problem.batch_and_length
     cost = attention_block_cost(
         B,
         T,
@@ -406,7 +418,7 @@ def _float64(array: Array) -> npt.NDArray[np.float64]:
 def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
     """Time the block, its steps and NumPy in turns, so that a slow moment hits all of them."""
     x, block, weights = problem.x, problem.block, problem.weights
-    B, T, _ = x.shape
+    B, T = problem.batch_and_length
     score_bytes = B * block.num_heads * T * T * x.itemsize
     calls: list[float] = []
     profiles: list[Steps] = []

@@ -1,0 +1,583 @@
+"""The command line: what it prints, what it refuses, and how it ends."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tileattn
+from tileattn import __main__ as command
+from tileattn import _core, cost, reference
+
+SMALL = ["-B", "2", "-T", "12", "-D", "16", "-N", "4", "-K", "2", "-H", "8", "--repeats", "1"]
+PEAK = 80.0
+
+
+@pytest.fixture(autouse=True)
+def known_peak(monkeypatch):
+    """A peak to calculate with, and no time spent on measuring it."""
+    monkeypatch.setattr(_core, "measure_fma_peak", lambda dtype, num_threads: PEAK)
+
+
+def lines_of(capsys, *arguments, status=0):
+    """The lines that a successful command prints."""
+    assert command.main([str(argument) for argument in arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out.splitlines()
+
+
+def refusal_of(capsys, *arguments):
+    """The one line with which a command refuses."""
+    assert command.main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("\n")
+    (line,) = captured.err.splitlines()
+    assert line.startswith("tileattn: error: ")
+    return line
+
+
+def layer(N=4, K=2, H=8, D=16, dtype=np.float32):
+    draw = np.random.default_rng(7).standard_normal
+    shapes = {
+        "w_q": (D, N, H),
+        "w_k": (D, K, H),
+        "w_v": (D, K, H),
+        "w_o": (N, H, D),
+        "b_q": (N, H),
+        "b_k": (K, H),
+        "b_v": (K, H),
+        "b_o": (D,),
+        "norm_weight": (D,),
+        "norm_bias": (D,),
+    }
+    return {name: draw(shape).astype(dtype) / 4 for name, shape in shapes.items()}
+
+
+def expected_of(arrays, x, **options):
+    arrays = {name: array.astype(np.float64) for name, array in arrays.items()}
+    norm = tileattn.LayerNorm(arrays.pop("norm_weight"), arrays.pop("norm_bias"))
+    return reference.attention_block(x.astype(np.float64), **arrays, norm=norm, **options)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A layer in tileattn's own names."""
+    path = tmp_path / "layer.npz"
+    np.savez(path, **layer())
+    return path
+
+
+@pytest.fixture
+def x_file(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.random.default_rng(8).standard_normal((2, 5, 16), dtype=np.float32))
+    return path
+
+
+# ------------------------------------------------------------------ run, seeded
+
+
+def test_run_prints_every_operation_and_passes(capsys):
+    lines = lines_of(capsys, "run", *SMALL)
+    sizes = cost.attention_block_cost(2, 12, 16, 4, 2, 8, is_causal=True)
+    assert lines[0] == "attention block with random weights (seed 0), float32, causal"
+    assert lines[1] == sizes.sizes_text()
+    for row in sizes.rows:
+        (line,) = (line for line in lines if line.startswith(row.operation))
+        assert line.endswith(row.output_text)
+        assert f" {cost.format_count(row.flops)} " in line
+        assert f" {cost.format_count(row.params) if row.params else '-'} " in line
+    text = "\n".join(lines)
+    error, limit = re.search(r"max error +(\S+) against .*: passes, limit (\S+)", text).groups()
+    assert float(error) < 1e-5
+    assert float(limit) < 2e-5
+    assert f"FMA peak    {PEAK} GFLOP/s in float32, measured in this run" in lines
+    assert f"ISA         {tileattn.isa()}" in lines
+    assert f"threads     {tileattn.get_num_threads()}" in lines
+
+
+def test_run_defaults_to_the_documented_block_and_fits_the_screen(capsys):
+    lines = lines_of(capsys, "run", "--repeats", 1)
+    assert lines[1].startswith("B 1  T 512  S 512  D 768  N 12  K 4  G 3  H 64 ")
+    assert max(map(len, lines)) <= 100
+    assert any(": passes, " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options, first_line",
+    [
+        (["--dtype", "float64"], "float64, causal"),
+        (["--no-causal", "--threads", 1, "--seed", 3], "seed 3), float32, not causal"),
+        (["--dtype", "float64", "--no-causal"], "float64, not causal"),
+    ],
+)
+def test_run_options(capsys, options, first_line):
+    lines = lines_of(capsys, "run", *SMALL, *options)
+    assert lines[0].endswith(first_line)
+    if "--threads" in options:
+        assert lines[-1] == "threads     1"
+    if "float64" in options:
+        (line,) = (line for line in lines if line.startswith("max error"))
+        assert float(line.split()[2]) < 1e-13
+
+
+def test_run_table_is_made_of_flops_time_and_peak(capsys, monkeypatch):
+    steps = [("project q, k, v", 2e-6), ("attention", 0.25), ("project output + LayerNorm", 3.0)]
+    numpy_steps = [("project q, k, v", 1.0), ("attention", 0.5), ("project output", 0.5)]
+    times = command._Times(0.004, steps, numpy_steps, 7)
+    monkeypatch.setattr(command, "_time", lambda problem, threads, rounds: times)
+    lines = lines_of(capsys, "run", *SMALL)
+    rows = cost.attention_block_cost(2, 12, 16, 4, 2, 8, is_causal=True).rows
+
+    def measured(start):
+        (line,) = (line for line in lines if line.startswith(start))
+        return line[len(start) :].split()
+
+    def expected(flops, seconds):
+        rate = flops / seconds / 1e9
+        return [f"{rate:.1f}", f"{100 * rate / PEAK:.1f}"]
+
+    for (name, seconds), covered, time in zip(
+        steps, ((0, 1, 2), (3, 5), (6,)), ("2.0 us", "250.00 ms", "3.00 s"), strict=True
+    ):
+        flops = sum(rows[index].flops for index in covered)
+        assert measured(f"  = {name} ")[-4:] == [*time.split(), *expected(flops, seconds)]
+    flops = sum(row.flops for row in rows if row.is_matmul)
+    assert measured("whole block, one call")[-4:] == ["4.00", "ms", *expected(flops, 0.004)]
+    assert any("median of 7 rounds" in line for line in lines)
+    assert (
+        "NumPy       block 2.00 s, 500.0 times tileattn's; attention 500.00 ms, 2.0 times" in lines
+    )
+
+
+@pytest.mark.parametrize("wrong", [1e-4, np.nan, np.inf])
+def test_run_with_a_wrong_result_fails(capsys, monkeypatch, wrong):
+    right = tileattn.AttentionBlock.__call__
+
+    def spoilt(self, x, **options):
+        y = right(self, x, **options)
+        y[-1, -1, -1] += wrong
+        return y
+
+    monkeypatch.setattr(tileattn.AttentionBlock, "__call__", spoilt)
+    lines = lines_of(capsys, "run", *SMALL, status=1)
+    assert any(line.startswith("max error") and ": FAILS, " in line for line in lines)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_comparison_in_numpy_computes_the_same_block(is_causal):
+    draw = np.random.default_rng(9).standard_normal
+    weights = {
+        "w_q": draw((8, 4, 3)),
+        "w_k": draw((8, 2, 3)),
+        "w_v": draw((8, 2, 3)),
+        "w_o": draw((4, 3, 8)),
+        "norm": tileattn.LayerNorm(draw(8), draw(8)),
+        "is_causal": is_causal,
+    }
+    x = draw((2, 5, 8))
+    y, steps = command._numpy_block(x, weights)
+    # Both in float64, from sums of a dozen terms.
+    np.testing.assert_allclose(y, reference.attention_block(x, **weights), rtol=1e-11, atol=1e-12)
+    assert [name for name, _ in steps] == [
+        "project q, k, v",
+        "attention",
+        "project output + LayerNorm",
+    ]
+    assert all(seconds > 0 for _, seconds in steps)
+
+
+def test_the_comparison_in_numpy_is_left_out_where_its_scores_would_not_fit(capsys, monkeypatch):
+    score_bytes = 2 * 4 * 12 * 12 * 4
+    monkeypatch.setattr(command, "NUMPY_SCORE_BYTES", score_bytes)
+    assert any("times tileattn's" in line for line in lines_of(capsys, "run", *SMALL))
+    monkeypatch.setattr(command, "NUMPY_SCORE_BYTES", score_bytes - 1)
+    assert any("not timed" in line for line in lines_of(capsys, "run", *SMALL))
+
+
+def test_every_round_is_timed_once_and_the_first_is_a_warm_up(monkeypatch):
+    problem = command._seeded(command._parser().parse_args(["run", *SMALL]))
+    clock = iter([0.0, 100.0, 1.0, 2.0, 1.0, 4.0, 1.0, 6.0])  # 100, then 1, 3 and 5 seconds
+    monkeypatch.setattr(command, "_numpy_block", lambda x, weights: (x, [("attention", 9.0)]))
+    monkeypatch.setattr(command.time, "perf_counter", lambda: next(clock))
+    times = command._time(problem, 1, 3)
+    assert times.block == 3.0
+    assert times.numpy_steps == [("attention", 9.0)]
+    assert times.rounds == 3
+    assert next(clock, None) is None
+
+
+def test_the_seed_decides_the_data(capsys, tmp_path):
+    outputs = []
+    for number, seed in enumerate((1, 1, 2)):
+        path = tmp_path / f"{number}.npy"
+        lines_of(capsys, "run", *SMALL, "--seed", seed, "--output", path)
+        outputs.append(np.load(path))
+    assert outputs[0].shape == (2, 12, 16)
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert not np.array_equal(outputs[0], outputs[2])
+
+
+# ------------------------------------------------------------------ run, real layers
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 16), (5, 16)])
+@pytest.mark.parametrize("causal", [[], ["--causal"]])
+def test_run_of_a_layer_on_data(capsys, tmp_path, weights, shape, causal):
+    x = np.random.default_rng(8).standard_normal(shape, dtype=np.float32)
+    np.save(tmp_path / "x.npy", x)
+    lines = lines_of(
+        capsys,
+        *("run", "--weights", weights, "--input", tmp_path / "x.npy"),
+        *("--output", tmp_path / "y", "--repeats", 1, *causal),
+    )
+    assert lines[0] == f"layer 0 of layer.npz, float32, {'causal' if causal else 'not causal'}"
+    y = np.load(tmp_path / "y")  # the very name that was given
+    assert y.dtype == np.float32
+    assert y.shape == shape
+    np.testing.assert_allclose(y, expected_of(layer(), x, is_causal=bool(causal)), atol=1e-5)
+
+
+def test_run_of_a_layer_with_a_number(capsys, tmp_path, x_file):
+    path = tmp_path / "two.npz"
+    second = {name: 2 * array for name, array in layer().items()}
+    both = {
+        f"layers.{i}.{name}": a
+        for i, arrays in enumerate((layer(), second))
+        for name, a in arrays.items()
+    }
+    np.savez(path, **both)
+    lines_of(
+        capsys,
+        *("run", "--weights", path, "--layer", 1, "--heads", 4, "--kv-heads", 2),
+        *("--input", x_file, "--output", tmp_path / "y.npy", "--repeats", 1),
+    )
+    np.testing.assert_allclose(
+        np.load(tmp_path / "y.npy"), expected_of(second, np.load(x_file)), atol=1e-5
+    )
+
+
+def test_run_of_a_layer_on_random_data_of_the_sizes_given(capsys, weights):
+    lines = lines_of(capsys, "run", "--weights", weights, "-B", 3, "-T", 9, "--repeats", 1)
+    assert lines[1].startswith("B 3  T 9  S 9  D 16  N 4  K 2  G 2  H 8 ")
+
+
+def test_run_of_a_bare_attention_module_has_no_row_for_the_norm(capsys, tmp_path):
+    draw = np.random.default_rng(1).standard_normal
+    path = tmp_path / "mha.npz"
+    np.savez(path, **{"in_proj_weight": draw((48, 16)), "out_proj.weight": draw((16, 16))})
+    lines = lines_of(capsys, "run", "--weights", path, "--heads", 2, "-T", 4, "--repeats", 1)
+    assert not any("LayerNorm" in line for line in lines)
+    assert any(line.startswith("  = project output ") for line in lines)
+
+
+def test_nan_in_the_input_is_data(capsys, tmp_path, weights):
+    x = np.zeros((4, 16), dtype=np.float32)
+    x[2, 3] = np.nan
+    np.save(tmp_path / "x.npy", x)
+    lines_of(
+        capsys,
+        *("run", "--weights", weights, "--input", tmp_path / "x.npy", "--causal"),
+        *("--output", tmp_path / "y.npy", "--repeats", 1),
+    )
+    nan = np.isnan(np.load(tmp_path / "y.npy"))
+    np.testing.assert_array_equal(nan, np.array([False, False, True, True])[:, None].repeat(16, 1))
+
+
+def test_big_endian_input_is_read_as_what_it_is(capsys, tmp_path, weights, x_file):
+    np.save(tmp_path / "swapped.npy", np.load(x_file).astype(">f4"))
+    results = []
+    for source in (x_file, tmp_path / "swapped.npy"):
+        lines_of(
+            capsys,
+            *("run", "--weights", weights, "--input", source),
+            *("--output", tmp_path / "y.npy", "--repeats", 1),
+        )
+        results.append(np.load(tmp_path / "y.npy"))
+    np.testing.assert_array_equal(*results)
+
+
+# ------------------------------------------------------------------ cost, info
+
+
+def test_cost_prints_the_table(capsys):
+    assert "\n".join(lines_of(capsys, "cost")) == str(
+        cost.attention_block_cost(1, 512, 768, 12, 4, 64, is_causal=True)
+    )
+    options = ["-B", 2, "-T", 1, "-S", 9, "-D", 8, "-N", 4, "-K", 1, "-H", 2]
+    options += ["--dtype", "float64", "--query-offset", 8]
+    assert "\n".join(lines_of(capsys, "cost", *options)) == str(
+        cost.attention_block_cost(2, 1, 8, 4, 1, 2, S=9, is_causal=True, query_offset=8, itemsize=8)
+    )
+    assert "\n".join(lines_of(capsys, "cost", "-S", 9, "--no-causal")) == str(
+        cost.attention_block_cost(1, 512, 768, 12, 4, 64, S=9)
+    )
+
+
+def test_info_prints_the_configuration(capsys):
+    printed = lines_of(capsys, "info")
+    tileattn.show_config()
+    assert printed == capsys.readouterr().out.splitlines()
+    assert any(tileattn.isa() in line for line in printed)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ("", "required: run | cost | info"),
+        ("fly", "invalid choice: 'fly'"),
+        ("run --fly", "--fly"),
+        ("run --repeat 3", "--repeat"),
+        ("run -T 0", "-T: expected a whole number of at least 1, got '0'"),
+        ("run -B -1", "-B: expected a whole number of at least 1"),
+        ("run -D x", "-D: expected a whole number of at least 1, got 'x'"),
+        ("run -H 1.5", "-H: expected"),
+        ("run -N 4 -K 3", "-K must divide -N, got 4 query heads and 3 key/value heads"),
+        ("run -T", "-T: expected one argument"),
+        ("run -T 99999999999999999999", "sizes beyond this machine"),
+        ("run -T 9999999999999", "sizes beyond this machine"),
+        ("run --dtype float16", "--dtype: invalid choice: 'float16'"),
+        ("run --threads 0", "--threads: expected a whole number of at least 1"),
+        ("run -T 4 --threads 1000000", "num_threads"),
+        ("run --repeats 0", "--repeats: expected"),
+        ("run --seed -1", "--seed: expected a whole number of at least 0"),
+        ("run --layer 1", "--layer needs --weights"),
+        ("run --heads 2", "--heads needs --weights"),
+        ("run --kv-heads 2", "--kv-heads needs --weights"),
+        ("run --prefix bert", "--prefix needs --weights"),
+        ("run --input x.npy", "--input needs --weights"),
+        ("run --output no/such/folder/y.npy", "there is no directory no/such/folder"),
+        ("run --output .", "--output . is a directory"),
+        ("cost -T -1", "-T: expected a whole number of at least 0"),
+        ("cost -N 4 -K 3", "K must divide N"),
+        ("cost -S 9", "query_offset"),
+        ("info 3", "unrecognized arguments: 3"),
+    ],
+)
+def test_refused_arguments(capsys, arguments, text):
+    assert text in refusal_of(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ("-D 16", "-D comes from the file"),
+        ("-H 8", "-H comes from the file"),
+        ("--dtype float32", "--dtype comes from the file"),
+        ("--layer 1", "layer 1 is out of range"),
+        ("--layer -1", "--layer: expected"),
+        ("--heads 3", "w_q has shape"),
+        ("--heads 0", "--heads: expected"),
+        ("--kv-heads 3", "w_k has shape"),
+        ("--input no-such.npy", "--input no-such.npy cannot be read: "),
+        ("--input .", "--input . cannot be read: "),
+    ],
+)
+def test_refused_options_of_a_layer(capsys, weights, options, text):
+    assert text in refusal_of(capsys, "run", "--weights", weights, *options.split())
+
+
+def test_sizes_of_the_input_are_refused_beside_an_input(capsys, weights, x_file):
+    for letter in "BT":
+        line = refusal_of(capsys, "run", "--weights", weights, "--input", x_file, f"-{letter}", 1)
+        assert f"-{letter} comes from the file where --input is given" in line
+
+
+def saved(write):
+    """The bytes that `write` puts into a file."""
+    import io
+
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+ARRAY = saved(lambda file: np.save(file, np.zeros((2, 16), dtype=np.float32)))
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (b"", "cannot be read"),
+        (b"not an array\n", "cannot be read"),
+        (ARRAY[:-1], "cannot be read"),
+        (ARRAY[:20], "cannot be read"),
+        (ARRAY.replace(b"{'descr'", b"{{{{{{{{"), "cannot be read"),
+        (saved(lambda file: np.savez(file, x=np.zeros(2))), "cannot be read"),
+        (saved(lambda file: np.save(file, np.array([{}, []], dtype=object))), "cannot be read"),
+        (saved(lambda file: np.save(file, np.zeros(16, dtype=np.float32))), "shape [16], expected"),
+        (saved(lambda file: np.save(file, np.float32(1))), "shape [], expected"),
+        (
+            saved(lambda file: np.save(file, np.zeros((1, 1, 2, 16), dtype=np.float32))),
+            "shape [1, 1, 2, 16], expected [B,T,16] or [T,16]",
+        ),
+        (
+            saved(lambda file: np.save(file, np.zeros((2, 15), dtype=np.float32))),
+            "shape [2, 15], expected [B,T,16] or [T,16]",
+        ),
+        (saved(lambda file: np.save(file, np.zeros((2, 16)))), "is float64, expected float32"),
+        (
+            saved(lambda file: np.save(file, np.zeros((2, 16), dtype=np.int32))),
+            "is int32, expected float32 as the weights are: save x.astype(np.float32)",
+        ),
+    ],
+)
+def test_refused_inputs(capsys, tmp_path, weights, content, text):
+    path = tmp_path / "bad.npy"
+    path.write_bytes(content)
+    line = refusal_of(capsys, "run", "--weights", weights, "--input", path)
+    assert f"--input {path}" in line
+    assert text in line
+
+
+def test_pickled_objects_are_not_run(capsys, tmp_path, weights):
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "sprung"),))
+
+    np.save(tmp_path / "x.npy", np.array([Trap()], dtype=object), allow_pickle=True)
+    refusal_of(capsys, "run", "--weights", weights, "--input", tmp_path / "x.npy")
+    np.savez(tmp_path / "w.npz", w_q=np.array([Trap()], dtype=object))
+    refusal_of(capsys, "run", "--weights", tmp_path / "w.npz")
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, text",
+    [
+        ("none.npz", None, "no such file"),
+        ("empty.npz", b"", "empty.npz"),
+        ("text.npz", b"hello\n", "text.npz"),
+        ("layer.bin", b"", "layer.bin"),
+        ("cut.npz", saved(lambda file: np.savez(file, **layer()))[:-30], "cut.npz"),
+        ("other.npz", saved(lambda file: np.savez(file, a=np.zeros(2))), "no attention layer"),
+        (
+            "shape.npz",
+            saved(lambda file: np.savez(file, **layer() | {"w_o": np.zeros((4, 8, 15), "f4")})),
+            "w_o has shape",
+        ),
+        (
+            "dtype.npz",
+            saved(lambda file: np.savez(file, **layer() | {"w_o": np.zeros((4, 8, 16), "i4")})),
+            "int32",
+        ),
+    ],
+)
+def test_refused_weights(capsys, tmp_path, name, content, text):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert text in refusal_of(capsys, "run", "--weights", path)
+
+
+def test_a_missing_extra_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    path = tmp_path / "layer.safetensors"
+    path.write_bytes(bytes(16))
+    assert "pip install 'tileattn[models]'" in refusal_of(capsys, "run", "--weights", path)
+
+
+def test_a_layer_for_another_context_is_refused(capsys, tmp_path):
+    arrays = layer()
+    arrays["w_k"] = arrays["w_v"] = np.zeros((9, 2, 8), dtype=np.float32)
+    np.savez(tmp_path / "cross.npz", **arrays)
+    line = refusal_of(capsys, "run", "--weights", tmp_path / "cross.npz")
+    assert "context of width 9" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_reported(capsys):
+    line = refusal_of(capsys, "run", *SMALL, "--output", "/dev/full")
+    assert "--output /dev/full cannot be written: " in line
+
+
+def test_a_message_of_several_lines_is_one_line(capsys, monkeypatch):
+    def refuse(arguments):
+        raise command.CommandError("one\n  two")
+
+    monkeypatch.setattr(command, "_cost", refuse)
+    assert refusal_of(capsys, "cost") == "tileattn: error: one two"
+
+
+def test_out_of_memory_is_reported(capsys, monkeypatch):
+    def exhaust(arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(command, "_cost", exhaust)
+    assert refusal_of(capsys, "cost") == "tileattn: error: out of memory"
+
+
+def test_a_fault_of_the_program_itself_is_not_hidden(monkeypatch):
+    def fail(arguments):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(command, "_cost", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        command.main(["cost"])
+
+
+# ------------------------------------------------------------------ how it ends
+
+
+def test_ctrl_c(capsys, monkeypatch):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_run", interrupt)
+    assert command.main(["run"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help(capsys):
+    for arguments in (["--help"], ["run", "--help"]):
+        assert lines_of(capsys, *arguments)[0].startswith("usage: tileattn")
+
+
+def run_module(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "tileattn", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
+    )
+
+
+def test_as_a_module(tmp_path):
+    done = run_module("run", *SMALL, stdout=subprocess.PIPE, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ": passes, " in done.stdout
+    peak = re.search(r"FMA peak +(\S+) GFLOP/s", done.stdout)[1]
+    assert float(peak) > 0  # measured: nothing stands in for it here
+    done = run_module("run", "-T", "0", stdout=subprocess.PIPE, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_gone():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = run_module("cost", stdout=write_end)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        done = run_module("cost", stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tileattn: error: cannot write the output: ")
+    assert done.stderr.count("\n") == 1
