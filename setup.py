@@ -30,7 +30,12 @@ def extension(name: str, sources: list[str]) -> Extension:
 
 setup(
     ext_modules=cythonize(
-        [extension("_core", ["src/tileattn/_core.pyx", *sorted(glob("csrc/*.c") + glob("csrc/isa/*.c"))])],
+        [
+            extension(
+                "_core",
+                ["src/tileattn/_core.pyx", *sorted(glob("csrc/*.c") + glob("csrc/isa/*.c"))],
+            )
+        ],
         compiler_directives={"language_level": 3},
     )
 )

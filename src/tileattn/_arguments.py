@@ -14,6 +14,9 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
+# More is a mistake, and a failing thread creation would end the process.
+MAX_THREADS = 1024
+
 FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 # Far beyond any sequence, and far from where position + offset would overflow.
@@ -110,8 +113,10 @@ def check_array(name: str, value: npt.ArrayLike, dtype: np.dtype[Any] | None = N
             f".astype(np.float32)"
         )
     if dtype is not None and kind != dtype:
-        raise TypeError(f"{name} has dtype {array.dtype}, expected {dtype}; convert it with .astype")
-    if not array.flags.aligned or array.dtype is not kind and not array.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, expected {dtype}; convert it with .astype"
+        )
+    if not array.flags.aligned or (array.dtype is not kind and not array.dtype.isnative):
         return np.array(array, kind)
     itemsize = array.itemsize
     for stride in array.strides:
@@ -219,7 +224,8 @@ def overlaps(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return np.shares_memory(a, b, max_work=100_000)
+        # NumPy's stub allows no other bound than its two names for "none" and "ranges only".
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
@@ -231,7 +237,3 @@ def check_num_threads(num_threads: Any) -> int:
     if not 1 <= number <= MAX_THREADS:
         raise ValueError(f"num_threads must lie between 1 and {MAX_THREADS}, got {number}")
     return number
-
-
-# More is a mistake, and a failing thread creation would end the process.
-MAX_THREADS = 1024

@@ -1,4 +1,4 @@
-"""The attention block: projections, attention, output projection, residual and LayerNorm in one call."""
+"""The attention block: projections, attention, residual and LayerNorm in one call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tileattn.config import resolve_threads
 
 
 class LayerNorm:
-    """Layer normalisation over the last axis: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+    """Normalise the last axis: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
     Parameters
     ----------
@@ -40,8 +40,8 @@ class LayerNorm:
 
     Notes
     -----
-    The variance is that of the distances from the mean, in a second pass, corrected for the mean's own
-    rounding [1]_: a mean a thousand times the deviation costs no accuracy.
+    The variance is that of the distances from the mean, in a second pass, corrected for the mean's
+    own rounding [1]_: a mean a thousand times the deviation costs no accuracy.
 
     References
     ----------
@@ -120,12 +120,15 @@ class LayerNorm:
             check_out(out, x.shape, x.dtype, {"x": x, "residual": residual})
         result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
         if x.size:
-            rows = [
-                None if a is None else np.ascontiguousarray(a).reshape(1, -1, D)
-                for a in (x, residual)
-            ]
-            threads = resolve_threads(num_threads)
-            _core.layer_norm(*rows, result.reshape(1, -1, D), weight, bias, self.eps, threads)
+            _core.layer_norm(
+                _as_rows(x),
+                None if residual is None else _as_rows(residual),
+                _as_rows(result),
+                weight,
+                bias,
+                self.eps,
+                resolve_threads(num_threads),
+            )
         if out is None:
             return result
         if result is not out:
@@ -216,7 +219,9 @@ class AttentionBlock:
             ("w_o", w_o, "[N, Hv, D]"),
         ):
             if weight.ndim != 3 or 0 in weight.shape:
-                raise ValueError(f"{name} must have the axes {axes}, none empty, not {weight.shape}")
+                raise ValueError(
+                    f"{name} must have the axes {axes}, none empty, not {weight.shape}"
+                )
         D, N, H = w_q.shape
         Dc, K, Hv = w_v.shape
         if N % K != 0:
@@ -239,14 +244,16 @@ class AttentionBlock:
         if norm is not None and not isinstance(norm, LayerNorm):
             raise TypeError(f"norm must be a LayerNorm or None, not {type(norm).__name__}")
         self.norm = norm
-        self._norm_weight = check_vector("norm.weight", norm.weight if norm else None, D, self.dtype)
+        self._norm_weight = check_vector(
+            "norm.weight", norm.weight if norm else None, D, self.dtype
+        )
         self._norm_bias = check_vector("norm.bias", norm.bias if norm else None, D, self.dtype)
         self.residual = bool(residual)
         self.scale = check_scale(scale, H)
         self.is_causal = bool(is_causal)
 
         flat_q, flat_k, flat_v = (w.reshape(w.shape[0], -1) for w in (w_q, w_k, w_v))
-        if D == Dc:
+        if Dc == D:
             self._w_q = self._w_kv = _core.PackedMatrix(flat_q, flat_k, flat_v)
         else:
             self._w_q = _core.PackedMatrix(flat_q)
@@ -274,7 +281,7 @@ class AttentionBlock:
         scale: float | None = None,
         is_causal: bool = False,
     ) -> AttentionBlock:
-        """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` and checkpoints hold them.
+        """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` holds them.
 
         Parameters
         ----------
@@ -614,3 +621,8 @@ def attention_block(
         out=out,
         num_threads=num_threads,
     )
+
+
+def _as_rows(array: Array) -> Array:
+    """[..., D] as [1, rows, D] with contiguous rows, a view where that is one already."""
+    return np.ascontiguousarray(array).reshape(1, -1, array.shape[-1])

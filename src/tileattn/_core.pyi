@@ -1,0 +1,72 @@
+"""Types of the compiled loops; see _core.pyx for what they do."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Array = npt.NDArray[Any]
+_Integers = npt.NDArray[np.int64]
+
+def compiled_isas() -> tuple[str, ...]: ...
+def available_isas() -> tuple[str, ...]: ...
+def active_isa() -> str: ...
+def select_isa(name: str) -> None: ...
+def kernel_table(dtype: str) -> dict[str, int]: ...
+def allowed_threads() -> int: ...
+def measure_fma_peak(dtype: str, threads: int) -> float: ...
+
+class PackedMatrix:
+    depth: int
+    columns: tuple[int, ...]
+    nbytes: int
+    def __init__(self, *matrices: _Array) -> None: ...
+
+def attention(
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    out: _Array,
+    lse: _Array | None,
+    scale: float,
+    causal: bool,
+    query_offset: _Integers | None,
+    query_lengths: _Integers | None,
+    key_lengths: _Integers | None,
+    threads: int,
+) -> None: ...
+def block(
+    x: _Array,
+    context: _Array,
+    self_attention: bool,
+    w_q: PackedMatrix,
+    w_kv: PackedMatrix,
+    w_o: PackedMatrix,
+    b_q: _Array | None,
+    b_k: _Array | None,
+    b_v: _Array | None,
+    b_o: _Array | None,
+    num_heads: int,
+    num_kv_heads: int,
+    residual: bool,
+    normalize: bool,
+    norm_weight: _Array | None,
+    norm_bias: _Array | None,
+    epsilon: float,
+    scale: float,
+    causal: bool,
+    query_offset: _Integers | None,
+    query_lengths: _Integers | None,
+    key_lengths: _Integers | None,
+    out: _Array,
+    threads: int,
+) -> tuple[float, float, float]: ...
+def layer_norm(
+    x: _Array,
+    residual: _Array | None,
+    out: _Array,
+    weight: _Array | None,
+    bias: _Array | None,
+    epsilon: float,
+    threads: int,
+) -> None: ...
