@@ -30,8 +30,7 @@ typedef struct ta_attention_tile {
     ptrdiff_t v_columns;     /* value columns, rounded up to whole vectors */
     const void *q;           /* [head_dim][rows], packed, times scale * log2(e) */
     const void *k;           /* [panel][head_dim][attention_nr], packed */
-    const void *v;           /* row of key j of the block at v + j * v_stride */
-    ptrdiff_t v_stride;
+    const void *v;           /* [key][v_columns], packed */
     ptrdiff_t key_start;     /* position of the block's first key */
     ptrdiff_t key_begin;     /* keys of the block that any of the rows sees: [key_begin, key_end), */
     ptrdiff_t key_end;       /*   counted from key_start */
@@ -80,8 +79,8 @@ typedef struct ta_kernels {
      * zeros and -inf for a row that has seen no key. */
     void (*finish_row)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
                        const void *out, const void *row_max, const void *row_sum);
-    /* Whether every value of the rows is finite. */
-    int (*all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
+    /* Whether each of `count` values, a multiple of vl, is finite. */
+    int (*all_finite)(const void *src, ptrdiff_t count);
     /* dst = norm(x + residual); residual may be NULL, dst may be x or residual. */
     void (*add_norm_row)(void *dst, const void *x, const void *residual, const ta_norm *norm);
     /* Floating-point operations done by `rounds` rounds of independent multiply-adds in registers. */

@@ -15,11 +15,13 @@ from tileattn import _core, cost, reference
 
 SMALL = ["-B", "2", "-T", "12", "-D", "16", "-N", "4", "-K", "2", "-H", "8", "--repeats", "1"]
 PEAK = 80.0
+LIMIT = command.TOLERANCE["float32"]
 
 
 @pytest.fixture(autouse=True)
-def known_peak(monkeypatch):
-    """A peak to calculate with, and no time spent on measuring it."""
+def quick(monkeypatch):
+    """A peak to calculate with, and no rests."""
+    monkeypatch.setattr(command, "PAUSE", 0.0)
     monkeypatch.setattr(_core, "measure_fma_peak", lambda dtype, num_threads: PEAK)
 
 
@@ -201,16 +203,24 @@ def test_the_comparison_in_numpy_is_left_out_where_its_scores_would_not_fit(caps
     assert any("not timed" in line for line in lines_of(capsys, "run", *SMALL))
 
 
-def test_every_round_is_timed_once_and_the_first_is_a_warm_up(monkeypatch):
+def test_a_call_of_each_round_is_timed_and_the_median_counts(monkeypatch):
     problem = command._seeded(command._parser().parse_args(["run", *SMALL]))
-    clock = iter([0.0, 100.0, 1.0, 2.0, 1.0, 4.0, 1.0, 6.0])  # 100, then 1, 3 and 5 seconds
-    monkeypatch.setattr(command, "_numpy_block", lambda x, weights: (x, [("attention", 9.0)]))
+    clock = iter([1.0, 2.0, 1.0, 6.0, 1.0, 4.0])  # rounds of 1, 5 and 3 seconds
+    numpy_seconds = iter([100.0, 2.0, 200.0, 9.0, 300.0, 4.0])  # each after a warm-up
+    monkeypatch.setattr(
+        command, "_numpy_block", lambda x, weights: (x, [("attention", next(numpy_seconds))])
+    )
     monkeypatch.setattr(command.time, "perf_counter", lambda: next(clock))
     times = command._time(problem, 1, 3)
     assert times.block == 3.0
-    assert times.numpy_steps == [("attention", 9.0)]
+    assert times.numpy_steps == [("attention", 4.0)]
+    assert [name for name, _ in times.steps] == [
+        "project q, k, v",
+        "attention",
+        "project output + LayerNorm",
+    ]
     assert times.rounds == 3
-    assert next(clock, None) is None
+    assert next(clock, None) is next(numpy_seconds, None) is None
 
 
 def test_the_seed_decides_the_data(capsys, tmp_path):
@@ -241,7 +251,7 @@ def test_run_of_a_layer_on_data(capsys, tmp_path, weights, shape, causal):
     y = np.load(tmp_path / "y")  # the very name that was given
     assert y.dtype == np.float32
     assert y.shape == shape
-    np.testing.assert_allclose(y, expected_of(layer(), x, is_causal=bool(causal)), atol=1e-5)
+    np.testing.assert_allclose(y, expected_of(layer(), x, is_causal=bool(causal)), atol=LIMIT)
 
 
 def test_run_of_a_layer_with_a_number(capsys, tmp_path, x_file):
@@ -259,7 +269,25 @@ def test_run_of_a_layer_with_a_number(capsys, tmp_path, x_file):
         *("--input", x_file, "--output", tmp_path / "y.npy", "--repeats", 1),
     )
     np.testing.assert_allclose(
-        np.load(tmp_path / "y.npy"), expected_of(second, np.load(x_file)), atol=1e-5
+        np.load(tmp_path / "y.npy"), expected_of(second, np.load(x_file)), atol=LIMIT
+    )
+
+
+def test_run_of_a_layer_with_a_prefix(capsys, tmp_path, x_file):
+    path = tmp_path / "stacks.npz"
+    other = {name: 2 * array for name, array in layer().items()}
+    stacks = (("one", layer()), ("other", other))
+    np.savez(
+        path, **{f"{stack}.{name}": a for stack, arrays in stacks for name, a in arrays.items()}
+    )
+    assert "prefix" in refusal_of(capsys, "run", "--weights", path)
+    lines_of(
+        capsys,
+        *("run", "--weights", path, "--prefix", "other"),
+        *("--input", x_file, "--output", tmp_path / "y.npy", "--repeats", 1),
+    )
+    np.testing.assert_allclose(
+        np.load(tmp_path / "y.npy"), expected_of(other, np.load(x_file)), atol=LIMIT
     )
 
 

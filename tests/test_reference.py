@@ -459,6 +459,13 @@ def test_block_norm_residual_and_scale():
         np.testing.assert_allclose(reference.attention_block(**a, **options), expected, **CLOSE)
 
 
+def test_block_adds_the_bias_of_the_keys():
+    # A finite one adds the same to all scores of a row, so that no output shows it.
+    a = block_arguments()
+    a["b_k"][1, 0] = NAN
+    assert np.isnan(reference.attention_block(**a)).all()
+
+
 def test_block_masks():
     a = block_arguments(S=5)
     np.testing.assert_allclose(

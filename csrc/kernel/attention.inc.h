@@ -11,7 +11,7 @@
  *
  *   q  [head_dim][rows]                       interleaved by pack_rows, times scale * log2(e)
  *   k  [panel][head_dim][attention_nr]        each panel interleaved by pack_rows
- *   v  [key][v_columns]                       as it lies in memory, row by row
+ *   v  [key][v_columns]                       padded by pack_columns
  *   scores  [row][score_stride]               lanes along keys; panel p starts at p * attention_nr
  *
  * The maximum is lazy (row_max need not be the true one, only near it): scores start from -row_max,
@@ -145,7 +145,7 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
     }
     outer_products(acc, rows, vectors, t->key_end - t->key_begin,
                    (const real *)t->scores + t->key_begin, t->score_stride, 1,
-                   (const real *)t->v + t->key_begin * t->v_stride + column, t->v_stride, NULL);
+                   (const real *)t->v + t->key_begin * t->v_columns + column, t->v_columns, NULL);
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
         TA_UNROLL
@@ -208,13 +208,10 @@ static void TA_NAME(finish_row)(void *dst_, ptrdiff_t column_stride, ptrdiff_t c
         *(real *)lse = (real)((*(const real *)row_max + log2((double)sum)) * 0.693147180559945309417);
 }
 
-static int TA_NAME(all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride)
+static int TA_NAME(all_finite)(const void *src, ptrdiff_t count)
 {
     vec zeros = vec_all(0); /* x * 0 is NaN where x is not finite */
-    for (ptrdiff_t i = 0; i < rows; i++) {
-        const real *row = (const real *)src + i * row_stride;
-        for (ptrdiff_t j = 0; j < columns; j += TA_VL)
-            zeros += vec_load(row + j) * vec_all(0);
-    }
+    for (ptrdiff_t i = 0; i < count; i += TA_VL)
+        zeros += vec_load((const real *)src + i) * vec_all(0);
     return vec_sum(zeros) == 0;
 }

@@ -33,27 +33,22 @@ TA_INLINE void transpose(vec v[TA_VL])
  * TA_VL - 1 elements of slack behind it. */
 #define pack_chunk TA_NAME(pack_chunk)
 TA_INLINE void pack_chunk(real *dst, const void *const *rows, int count, int dst_stride,
-                          ptrdiff_t depth, vec scale)
+                          ptrdiff_t depth, real scale)
 {
-    for (ptrdiff_t j = 0; j < depth; j += TA_VL) {
-        ptrdiff_t left = depth - j < TA_VL ? depth - j : TA_VL;
+    ptrdiff_t j = 0;
+    for (; j + TA_VL <= depth; j += TA_VL) {
         vec v[TA_VL];
         TA_UNROLL
-        for (int i = 0; i < TA_VL; i++) {
-            const real *row = (const real *)rows[i < count ? i : count - 1] + j;
-            v[i] = scale * (left == TA_VL ? vec_load(row) : vec_load_part(row, left));
-        }
+        for (int i = 0; i < TA_VL; i++)
+            v[i] = vec_all(scale) * vec_load((const real *)rows[i < count ? i : count - 1] + j);
         transpose(v);
-        real *column = dst + j * dst_stride;
-        if (left == TA_VL) {
-            TA_UNROLL
-            for (int i = 0; i < TA_VL; i++)
-                vec_store(column + i * dst_stride, v[i]);
-        } else {
-            for (int i = 0; i < left; i++)
-                vec_store(column + i * dst_stride, v[i]);
-        }
+        TA_UNROLL
+        for (int i = 0; i < TA_VL; i++)
+            vec_store(dst + (j + i) * dst_stride, v[i]);
     }
+    for (; j < depth; j++)
+        for (int i = 0; i < count; i++)
+            dst[j * dst_stride + i] = scale * ((const real *)rows[i])[j];
 }
 
 /* dst[j][i] = scale * rows[i][j * column_stride], dst[depth][count] with TA_VL - 1 elements of slack
@@ -72,7 +67,7 @@ static void TA_NAME(pack_rows)(void *dst_, const void *const *rows, int count, p
     /* The last chunk first: what it stores beyond the last row belongs to chunks still to come. */
     for (int i = (count - 1) / TA_VL * TA_VL; i >= 0; i -= TA_VL) {
         int left = count - i < TA_VL ? count - i : TA_VL;
-        pack_chunk(dst + i, rows + i, left, count, depth, vec_all(scale));
+        pack_chunk(dst + i, rows + i, left, count, depth, scale);
     }
 }
 

@@ -90,22 +90,17 @@ static inline vec vec_zip_high(vec a, vec b)
 #define vec_sum TA_NAME(vec_sum)
 static inline real vec_sum(vec v)
 {
-    real lanes[TA_VL];
-    vec_store(lanes, v);
-    for (int half = TA_VL / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] += lanes[i + half];
-    return lanes[0];
+    for (int step = 1; step < TA_VL; step *= 2)
+        v = vec_zip_low(v, v) + vec_zip_high(v, v);
+    return v[0];
 }
 
 #define vec_lanes_max TA_NAME(vec_lanes_max)
 static inline real vec_lanes_max(vec v)
 {
-    real lanes[TA_VL];
-    vec_store(lanes, v);
-    real max = lanes[0];
+    real max = v[0];
     for (int i = 1; i < TA_VL; i++)
-        max = max > lanes[i] ? max : lanes[i];
+        max = max > v[i] ? max : v[i];
     return max;
 }
 

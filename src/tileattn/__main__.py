@@ -35,6 +35,9 @@ ROWS_OF_STEP = (slice(0, 3), slice(3, 6), slice(6, 8))
 TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
 #: The comparison in NumPy holds all scores at once; beyond this it is left out.
 NUMPY_SCORE_BYTES = 1 << 30
+#: Seconds of rest before the other side's turn. Threads of a BLAS or an OpenMP runtime spin on for
+#: some 30 ms after a call, and would take the cores from whoever is timed next.
+PAUSE = 0.05
 
 
 class CommandError(Exception):
@@ -279,7 +282,8 @@ def _run(arguments: argparse.Namespace) -> int:
     print(_table(cost, times, peak))
     print(
         f"Rows above a '=' run fused and are timed together: median of {times.rounds} rounds, in "
-        "turns with NumPy.\nGFLOP/s count matrix products over visible pairs.\n"
+        "turns with NumPy.\n"
+        "GFLOP/s count matrix products over visible pairs. NumPy's BLAS chooses its own threads.\n"
     )
     print(_comparison(problem, times))
     if error is None:
@@ -308,7 +312,8 @@ def _seeded(arguments: argparse.Namespace) -> _Problem:
 
     def normal(*shape: int, deviation: float = 1.0) -> Array:
         array: Array = draw(shape, dtype=dtype)
-        return array * dtype.type(deviation)
+        array *= dtype.type(deviation)
+        return array
 
     # ValueError: NumPy's word for more elements than an address can count.
     with _blaming("sizes beyond this machine", ValueError, MemoryError):
@@ -416,25 +421,27 @@ def _float64(array: Array) -> npt.NDArray[np.float64]:
 
 
 def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
-    """Time the block, its steps and NumPy in turns, so that a slow moment hits all of them."""
+    """Time the block, its steps and NumPy in turns, so that a slow moment hits all of them.
+
+    A turn begins with a call that is not timed.
+    """
     x, block, weights = problem.x, problem.block, problem.weights
     B, T = problem.batch_and_length
     score_bytes = B * block.num_heads * T * T * x.itemsize
     calls: list[float] = []
     profiles: list[Steps] = []
     numpy_profiles: list[Steps] = []
-    for warm in (False, *[True] * rounds):
+    for _ in range(rounds):
         if weights is not None and score_bytes <= NUMPY_SCORE_BYTES:
-            _, numpy_profile = _numpy_block(x, weights)
-            if warm:
-                numpy_profiles.append(numpy_profile)
+            time.sleep(PAUSE)
+            _numpy_block(x, weights)
+            numpy_profiles.append(_numpy_block(x, weights)[1])
+            time.sleep(PAUSE)
+        block(x, num_threads=threads)
         start = time.perf_counter()
         block(x, num_threads=threads)
-        seconds = time.perf_counter() - start
-        _, profile = block.profile(x, num_threads=threads)
-        if warm:
-            calls.append(seconds)
-            profiles.append(profile)
+        calls.append(time.perf_counter() - start)
+        profiles.append(block.profile(x, num_threads=threads)[1])
     return _Times(statistics.median(calls), _median(profiles), _median(numpy_profiles), rounds)
 
 

@@ -20,7 +20,6 @@ cdef extern from "tileattn.h" nogil:
         const void *q
         const void *k
         const void *v
-        Py_ssize_t v_stride
         Py_ssize_t key_start
         Py_ssize_t key_begin
         Py_ssize_t key_end
@@ -60,8 +59,7 @@ cdef extern from "tileattn.h" nogil:
         void (*value_tile)(const ta_attention_tile *tile) noexcept nogil
         void (*finish_row)(void *dst, Py_ssize_t column_stride, Py_ssize_t columns, void *lse,
                            const void *out, const void *row_max, const void *row_sum) noexcept nogil
-        int (*all_finite)(const void *src, Py_ssize_t rows, Py_ssize_t columns,
-                          Py_ssize_t row_stride) noexcept nogil
+        int (*all_finite)(const void *src, Py_ssize_t count) noexcept nogil
         void (*add_norm_row)(void *dst, const void *x, const void *residual,
                              const ta_norm *norm) noexcept nogil
         double (*fma_rounds)(Py_ssize_t rounds) noexcept nogil

@@ -61,6 +61,13 @@ def block(
     out: _Array,
     threads: int,
 ) -> tuple[float, float, float]: ...
+def project(
+    x: _Array,
+    w: PackedMatrix,
+    outputs: tuple[_Array, ...],
+    biases: tuple[_Array | None, ...],
+    threads: int,
+) -> None: ...
 def layer_norm(
     x: _Array,
     residual: _Array | None,

@@ -29,6 +29,7 @@ cdef extern from *:
     static const double LOG2_E = 1.4426950408889634074;
     """
     const double LOG2_E
+    const Py_ssize_t PY_SSIZE_T_MAX
 
 cdef enum:
     # Length of the slices in which every product sums over its contracted axis, whatever the number
@@ -36,11 +37,14 @@ cdef enum:
     GEMM_KC = 512
     # Keys of a block stand at multiples of this, whatever else differs: again one order for all.
     KEY_BLOCK = 256
-    # Query rows (positions times heads of the group) that share one packed block of keys.
-    TILE_ROWS = 192
+    # Query rows (positions times heads of the group) that share one packed block of keys: 192 spend
+    # twice the time on packing, 768 gain 1-3% on one thread and leave little to balance on more.
+    TILE_ROWS = 384
     # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
     SKEW = 16
     CACHE_LINE = 64
+    # Scratch is whole huge pages: their lines cannot fall together in a few sets of a cache.
+    HUGE_PAGE = 1 << 21
     MAX_TILE_ROWS = 16     # upper bound of gemm_mr and attention_mr
     MAX_PANEL = 64         # upper bound of attention_nr
 
@@ -103,6 +107,7 @@ cdef Scratch take_scratch(size_t size) except *:
         scratch.size = kept_bytes
         kept = NULL
         return scratch
+    size = round_up(size, HUGE_PAGE)
     scratch.data = <char *>ta_allocate(size)
     scratch.size = size
     if scratch.data == NULL:
@@ -306,20 +311,28 @@ cdef struct Attention:
     const int64_t *key_lengths     # [B], or NULL for S
     Py_ssize_t group       # G
     Py_ssize_t tiles       # of the G * T stacked rows of one K/V head
-    bint pack_v            # rows of V are not whole vectors as they lie
+
+
+cdef struct Seen:
+    # What a register tile of query rows sees.
+    Py_ssize_t begin       # keys that any of its rows sees
+    Py_ssize_t end
+    Py_ssize_t all_begin   # keys that all of them see
+    Py_ssize_t all_end
 
 
 cdef struct AttentionScratch:
     # One thread's, for one tile.
     char *q                # packed by register tile
     char *k                # packed panels of a block
-    char *v                # a block, if it had to be packed
+    char *v                # a block, its rows padded to whole vectors
     char *scores           # of one register tile
     char *out
     char *row_max
     char *row_sum
     Py_ssize_t *first      # row i sees the keys [first[i], last[i])
     Py_ssize_t *last
+    Seen *seen             # of each register tile
 
 
 cdef void split_attention(Attention *a, int threads) noexcept nogil:
@@ -329,7 +342,6 @@ cdef void split_attention(Attention *a, int threads) noexcept nogil:
     # Enough tiles to balance the threads, as long as a packed block of keys still serves 32 rows.
     if threads > 1 and heads > 0:
         a.tiles = max(a.tiles, min(ceil_div(4 * threads, heads), rows // 32))
-    a.pack_v = a.v.stride[3] != 1 or a.v.shape[3] % a.kernels.vl != 0
 
 
 cdef Py_ssize_t attention_items(const Attention *a) noexcept nogil:
@@ -347,13 +359,14 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     cdef char *cursor = memory
     s.q = carve(&cursor, (rows * a.q.shape[3] + vl) * itemsize)
     s.k = carve(&cursor, (KEY_BLOCK * a.q.shape[3] + vl) * itemsize)
-    s.v = carve(&cursor, KEY_BLOCK * v_width(a) * itemsize if a.pack_v else 0)
+    s.v = carve(&cursor, KEY_BLOCK * v_width(a) * itemsize)
     s.scores = carve(&cursor, MAX_TILE_ROWS * (KEY_BLOCK + SKEW) * itemsize)
     s.out = carve(&cursor, rows * (v_width(a) + SKEW) * itemsize)
     s.row_max = carve(&cursor, rows * itemsize)
     s.row_sum = carve(&cursor, rows * vl * itemsize)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
+    s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
     return cursor - memory
 
 
@@ -378,6 +391,19 @@ cdef void see_keys(const Attention *a, Py_ssize_t b, Py_ssize_t row, Py_ssize_t 
             end = 0
         first[i] = 0
         last[i] = max(end, <Py_ssize_t>0)
+
+
+cdef Seen seen_by(const AttentionScratch *s, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
+    """What rows [begin, end) of a tile see, together and all of them."""
+    cdef Seen seen = Seen(PY_SSIZE_T_MAX, 0, 0, PY_SSIZE_T_MAX)
+    cdef Py_ssize_t i
+    for i in range(begin, end):
+        if s.first[i] < s.last[i]:
+            seen.begin = min(seen.begin, s.first[i])
+            seen.end = max(seen.end, s.last[i])
+        seen.all_begin = max(seen.all_begin, s.first[i])
+        seen.all_end = min(seen.all_end, s.last[i])
+    return seen
 
 
 cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row, Py_ssize_t rows,
@@ -426,8 +452,9 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     cdef Py_ssize_t row = tile_index * all_rows // a.tiles
     cdef Py_ssize_t rows = (tile_index + 1) * all_rows // a.tiles - row
     cdef Py_ssize_t row_tiles = ceil_div(rows, mr)
-    cdef Py_ssize_t i, r, begin, end, block, key_begin, key_end, seen_by_all_begin, seen_by_all_end
-    cdef Py_ssize_t tile_begin, tile_end
+    cdef Py_ssize_t i, r, begin, end, block, key_begin, key_end
+    cdef Py_ssize_t tile_begin = PY_SSIZE_T_MAX, tile_end = 0
+    cdef Seen seen
     cdef int values_finite
     cdef AttentionScratch s
     cdef ta_attention_tile t
@@ -435,22 +462,21 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     attention_scratch(a, &s, memory)
     see_keys(a, b, row, rows, s.first, s.last)
     t.out_stride = width + SKEW
-    tile_begin = a.k.shape[1]
-    tile_end = 0
     for i in range(rows):
         kernels.start_row(s.out + i * t.out_stride * itemsize, width, s.row_max + i * itemsize,
                           s.row_sum + i * vl * itemsize)
-        if s.first[i] < s.last[i]:
-            tile_begin = min(tile_begin, s.first[i])
-            tile_end = max(tile_end, s.last[i])
     for r in range(row_tiles):
         begin = r * rows // row_tiles
         end = (r + 1) * rows // row_tiles
         pack_q(a, b, head, row + begin, end - begin, s.q + begin * H * itemsize)
+        s.seen[r] = seen_by(&s, begin, end)
+        tile_begin = min(tile_begin, s.seen[r].begin)
+        tile_end = max(tile_end, s.seen[r].end)
 
     t.head_dim = H
     t.v_columns = width
     t.k = s.k
+    t.v = s.v
     t.scores = s.scores
     t.score_stride = KEY_BLOCK + SKEW
     block = tile_begin // KEY_BLOCK * KEY_BLOCK
@@ -459,33 +485,20 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
         key_end = min(tile_end - block, <Py_ssize_t>KEY_BLOCK)
         pack_k(a, b, head, block, key_begin, key_end, s.k)
         t.key_start = block
-        t.v = at3(&a.v, b, block, head, itemsize)
-        t.v_stride = a.v.stride[1]
-        if a.pack_v:
-            kernels.pack_columns(
-                s.v + key_begin * width * itemsize, at3(&a.v, b, block + key_begin, head, itemsize),
-                key_end - key_begin, <int>a.v.shape[3], <int>width, a.v.stride[1], a.v.stride[3])
-            t.v = s.v
-            t.v_stride = width
+        # Values read in place, off a cache line and at a stride of the caller's, cost up to a third.
+        kernels.pack_columns(
+            s.v + key_begin * width * itemsize, at3(&a.v, b, block + key_begin, head, itemsize),
+            key_end - key_begin, <int>a.v.shape[3], <int>width, a.v.stride[1], a.v.stride[3])
         values_finite = -1                                      # not looked at yet
         for r in range(row_tiles):                              # register tiles of query rows
             begin = r * rows // row_tiles
             end = (r + 1) * rows // row_tiles
-            t.key_begin = KEY_BLOCK
-            t.key_end = 0
-            seen_by_all_begin = 0
-            seen_by_all_end = KEY_BLOCK
-            for i in range(begin, end):
-                if s.first[i] < s.last[i]:
-                    t.key_begin = min(t.key_begin, s.first[i] - block)
-                    t.key_end = max(t.key_end, s.last[i] - block)
-                seen_by_all_begin = max(seen_by_all_begin, s.first[i] - block)
-                seen_by_all_end = min(seen_by_all_end, s.last[i] - block)
-            t.key_begin = max(t.key_begin, key_begin)
-            t.key_end = min(t.key_end, key_end)
+            seen = s.seen[r]
+            t.key_begin = max(seen.begin - block, key_begin)
+            t.key_end = min(seen.end - block, key_end)
             if t.key_begin >= t.key_end:
                 continue
-            t.edge = t.key_begin < seen_by_all_begin or seen_by_all_end < t.key_end
+            t.edge = t.key_begin < seen.all_begin - block or seen.all_end - block < t.key_end
             t.rows = <int>(end - begin)
             t.q = s.q + begin * H * itemsize
             t.first = s.first + begin
@@ -496,9 +509,8 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
             kernels.score_tile(&t)
             kernels.softmax_tile(&t)
             if t.edge and values_finite < 0:
-                values_finite = kernels.all_finite(
-                    <const char *>t.v + key_begin * t.v_stride * itemsize, key_end - key_begin,
-                    width, t.v_stride)
+                values_finite = kernels.all_finite(s.v + key_begin * width * itemsize,
+                                                   (key_end - key_begin) * width)
             if t.edge and not values_finite:
                 add_values_by_row(kernels, &t)
             else:
@@ -875,6 +887,31 @@ cdef const char *read_vector(object source) except? NULL:
         return NULL
     read_array(source, &array)
     return array.data
+
+
+def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
+    """x W_i + b_i into outputs[i], for each matrix W_i of w.
+
+    x[B, T, depth]; outputs[i] [B * T, columns] with contiguous rows; biases[i] contiguous or None.
+    """
+    cdef Gemm g
+    cdef Target[3] targets
+    cdef Array array
+    cdef Scratch scratch
+    cdef Py_ssize_t i, items, each
+    read_rows(x, &g.a, &g.rows)
+    for i in range(len(w.columns)):
+        read_array(outputs[i], &array, True)
+        targets[i] = Target(array.data, array.stride[0], read_vector(biases[i]))
+    threads = team_size(threads, 2.0 * g.rows * w.depth * sum(w.columns))
+    plan_gemm(&g, w, 0, <int>len(w.columns), targets, threads)
+    items = gemm_items(&g)
+    each = round_up(gemm_scratch(&g), CACHE_LINE)
+    scratch = take_scratch(each * threads)
+    with nogil, parallel(num_threads=threads):
+        for i in prange(items, schedule="dynamic"):
+            gemm_item(&g, i, scratch.data + threadid() * each)
+    give_scratch(scratch)
 
 
 def layer_norm(x, residual, out, weight, bias, double epsilon, int threads):

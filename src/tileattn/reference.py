@@ -377,23 +377,21 @@ def _softmax_times_values(
     """softmax(scale * q k^T) v over the visible keys -> y[T,G,Hv], lse[T,G]."""
     score_TGS = np.where(sees_TS[:, None, :], scale * (q_TGH @ k_SH.T), -np.inf)
     max_TG = score_TGS.max(axis=-1, initial=-np.inf)
-    # -inf - -inf would be NaN: where all weights are 0, any finite number serves.
+    # -inf - -inf would be NaN: where all weights are 0, any finite maximum serves.
     max_TG = np.where(max_TG == -np.inf, 0.0, max_TG)
     weight_TGS = np.exp(score_TGS - max_TG[..., None])
     sum_TG = weight_TGS.sum(axis=-1)
-    empty_TG = sum_TG == 0
 
     # 0 * NaN is NaN, so a value that is not finite meets only the rows that see it.
     stray_SH = ~np.isfinite(v_SH)
     y_TGH = weight_TGS @ np.where(stray_SH, 0.0, v_SH)
-    stray_SH[~sees_TS.any(axis=0)] = False
+    stray_SH[~sees_TS.any(axis=0)] = False  # seen by nobody
     for j, column in np.argwhere(stray_SH):
         rows = sees_TS[:, j]
         y_TGH[rows, :, column] += weight_TGS[rows, :, j] * v_SH[j, column]
 
-    y_TGH = np.where(empty_TG[..., None], 0.0, y_TGH / sum_TG[..., None])
-    lse_TG = np.where(empty_TG, -np.inf, max_TG + np.log(sum_TG))
-    return y_TGH, lse_TG
+    y_TGH = np.where(sum_TG[..., None] == 0, 0.0, y_TGH / sum_TG[..., None])
+    return y_TGH, max_TG + np.log(sum_TG)
 
 
 def _normalise(

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from .block import AttentionBlock, LayerNorm
+from tileattn.block import AttentionBlock, LayerNorm
 
 __all__ = ["WeightsError", "load_block", "load_tensors"]
 

@@ -1,0 +1,51 @@
+"""Runs the suite on each instruction set of the machine, and sets how hard hypothesis searches."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import tileattn
+from tileattn import _core
+
+# Examples a property on each instruction set. HYPOTHESIS_PROFILE=long is for a machine left alone;
+# with CI set, the examples are the same in each run.
+settings.register_profile("short", max_examples=60, deadline=None, derandomize="CI" in os.environ)
+settings.register_profile(
+    "long", max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+# Files without a kernel in them: once is enough. Others opt out with the marker any_isa.
+ANY_ISA_FILES = {
+    "test_arguments.py",
+    "test_cost.py",
+    "test_main.py",
+    "test_models.py",
+    "test_oracle.py",
+    "test_reference.py",
+    "test_weights.py",
+}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "any_isa: independent of the instruction set, runs once")
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.definition.path.name in ANY_ISA_FILES or metafunc.definition.get_closest_marker(
+        "any_isa"
+    ):
+        isas = [tileattn.isa()]
+    else:
+        isas = tileattn.available_isas()
+    metafunc.parametrize("isa", isas, indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def isa(request):
+    """The instruction set that the test runs on."""
+    before = _core.active_isa()
+    _core.select_isa(request.param)
+    yield request.param
+    _core.select_isa(before)

@@ -1,0 +1,1 @@
+"""Tests of single C tile kernels, one file for each of csrc/kernel/."""

@@ -1,0 +1,123 @@
+"""The C tile kernels as Python functions on NumPy arrays, with the structs of csrc/tileattn.h."""
+
+import ctypes
+import ctypes.util
+import platform
+from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_double, c_int, c_ssize_t, c_void_p
+
+import numpy as np
+
+from tileattn import _core
+
+
+class GemmTile(Structure):
+    _fields_ = (
+        ("rows", c_int),
+        ("columns", c_int),
+        ("depth", c_ssize_t),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("c", c_void_p),
+        ("c_stride", c_ssize_t),
+        ("accumulate", c_int),
+        ("bias", c_void_p),
+        ("b_next", c_void_p),
+    )
+
+
+class AttentionTile(Structure):
+    _fields_ = (
+        ("rows", c_int),
+        ("head_dim", c_ssize_t),
+        ("v_columns", c_ssize_t),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("v_stride", c_ssize_t),
+        ("key_start", c_ssize_t),
+        ("key_begin", c_ssize_t),
+        ("key_end", c_ssize_t),
+        ("edge", c_int),
+        ("first", c_void_p),
+        ("last", c_void_p),
+        ("scores", c_void_p),
+        ("score_stride", c_ssize_t),
+        ("row_max", c_void_p),
+        ("row_sum", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_ssize_t),
+    )
+
+
+class Norm(Structure):
+    _fields_ = (
+        ("columns", c_ssize_t),
+        ("normalize", c_int),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("epsilon", c_double),
+    )
+
+
+PROTOTYPES = {
+    "pack_rows": (None, c_void_p, POINTER(c_void_p), c_int, c_ssize_t, c_ssize_t, c_double),
+    "pack_columns": (None, c_void_p, c_void_p, c_ssize_t, c_int, c_int, c_ssize_t, c_ssize_t),
+    "gemm_tile": (None, POINTER(GemmTile)),
+    "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p),
+    "score_tile": (None, POINTER(AttentionTile)),
+    "softmax_tile": (None, POINTER(AttentionTile)),
+    "value_tile": (None, POINTER(AttentionTile)),
+    "finish_row": (None, c_void_p, c_ssize_t, c_ssize_t, *[c_void_p] * 4),
+    "all_finite": (c_int, c_void_p, c_ssize_t, c_ssize_t, c_ssize_t),
+    "add_norm_row": (None, c_void_p, c_void_p, c_void_p, POINTER(Norm)),
+    "fma_rounds": (c_double, c_ssize_t),
+}
+
+
+def address(array):
+    """Where an array's first element lies; None for None."""
+    return None if array is None else array.ctypes.data
+
+
+class Kernels:
+    """The kernels of the selected instruction set for one element type, and their tile sizes."""
+
+    def __init__(self, dtype):
+        self.dtype = np.dtype(dtype)
+        self.isa = _core.active_isa()
+        for name, value in _core.kernel_table(self.dtype.name).items():
+            setattr(
+                self, name, CFUNCTYPE(*PROTOTYPES[name])(value) if name in PROTOTYPES else value
+            )
+        # Every instruction set but SSE2 contracts a * b + c into one rounding.
+        self.fuses = self.isa != "baseline" or platform.machine() in ("aarch64", "arm64")
+
+    def multiply_add(self, a, b, c):
+        """a * b + c, rounded as the kernels round it."""
+        if not self.fuses:
+            return a * b + c
+        fma = _fmaf if self.dtype == np.float32 else _fma
+        return np.asarray(fma(a, b, c)).astype(self.dtype)
+
+    def whole_vectors(self, n):
+        return -(-n // self.vl) * self.vl
+
+    def attention_tile(self, **fields):
+        """A tile from arrays and numbers; the caller keeps the arrays alive."""
+        return byref(
+            AttentionTile(
+                **{
+                    name: address(value) if isinstance(value, np.ndarray) else int(value)
+                    for name, value in fields.items()
+                }
+            )
+        )
+
+
+def _from_libm(name, c_type):
+    function = getattr(ctypes.CDLL(ctypes.util.find_library("m")), name)
+    function.restype, function.argtypes = c_type, [c_type] * 3
+    return np.frompyfunc(function, 3, 1)
+
+
+_fma, _fmaf = _from_libm("fma", c_double), _from_libm("fmaf", ctypes.c_float)

@@ -1,0 +1,35 @@
+"""The structs that the tests hand to the kernels are those of csrc/tileattn.h."""
+
+import re
+from ctypes import c_double, c_int, c_ssize_t, c_void_p
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, Norm
+
+HEADER = Path(__file__).parents[2] / "csrc" / "tileattn.h"
+C_TYPES = {"int": c_int, "ptrdiff_t": c_ssize_t, "double": c_double}
+
+
+def struct_body(name):
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    return re.search(rf"typedef struct {name} {{(.*?)}} {name};", text, flags=re.DOTALL)[1]
+
+
+@pytest.mark.any_isa
+@pytest.mark.parametrize(
+    "name, mirror",
+    [("ta_gemm_tile", GemmTile), ("ta_attention_tile", AttentionTile), ("ta_norm", Norm)],
+)
+def test_struct_has_the_fields_of_the_header(name, mirror):
+    fields = []
+    for declaration in filter(None, map(str.strip, struct_body(name).split(";"))):
+        c_type, pointer, field = re.fullmatch(r"(.*?)\s*(\*?)(\w+)", declaration).groups()
+        fields.append((field, c_void_p if pointer else C_TYPES[c_type.removeprefix("const ")]))
+    assert fields == list(mirror._fields_)
+
+
+@pytest.mark.any_isa
+def test_every_kernel_of_the_table_has_a_prototype():
+    assert set(re.findall(r"\(\*(\w+)\)\(", struct_body("ta_kernels"))) == set(PROTOTYPES)

@@ -1,0 +1,102 @@
+"""add_norm_row: residual and LayerNorm of one row."""
+
+from ctypes import byref
+
+import numpy as np
+import pytest
+
+from tests.kernels.kernels import Norm, address
+from tests.oracle import Guarded, check, higher, layer_norm, layer_norm_floor, random, same_bits
+
+
+def add_norm(kernels, x, residual=None, weight=None, bias=None, eps=1e-5, normalize=True):
+    target = Guarded(x.shape, kernels.dtype)
+    norm = Norm(len(x), normalize, address(weight), address(bias), eps)
+    kernels.add_norm_row(address(target.array), address(x), address(residual), byref(norm))
+    target.check()
+    return target.array.copy()
+
+
+def lengths(kernels):
+    vl = kernels.vl
+    return sorted({1, 2, 3, vl - 1, vl, vl + 1, 3 * vl - 1, 3 * vl, 37, 384, 1021} - {0})
+
+
+def check_norm(got, x, residual=None, weight=None, bias=None, eps=1e-5):
+    """As accurate as a float32 evaluation of the same formula that sums in NumPy's order."""
+    dtype = x.dtype
+    s = x if residual is None else x + residual
+    exact = layer_norm(s, weight, bias, eps, higher(dtype))
+    plain = layer_norm(s, weight, bias, eps, dtype.type)
+    check(got, exact, plain, layer_norm_floor(s, weight, bias, eps, dtype))
+
+
+def test_every_part_alone_and_together(kernels):
+    for n in lengths(kernels):
+        x, residual, weight, bias = random(n, 4, n, dtype=kernels.dtype)
+        for z in (None, residual):
+            for w in (None, weight):
+                for b in (None, bias):
+                    check_norm(add_norm(kernels, x, z, w, b), x, z, w, b)
+
+
+def test_without_normalisation_only_the_residual_is_added(kernels):
+    for n in lengths(kernels):
+        x, residual, weight, bias = random(n, 4, n, dtype=kernels.dtype)
+        got = add_norm(kernels, x, residual, weight, bias, normalize=False)
+        assert same_bits(got, x + residual)
+        assert same_bits(add_norm(kernels, x, normalize=False), x)
+
+
+def test_no_columns(kernels):
+    add_norm(kernels, np.empty(0, kernels.dtype))
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+def test_a_large_mean_costs_no_accuracy(kernels, mean):
+    """Numbers of one binade: x itself is all the rounding there is, and the oracle reads that x."""
+    for n in (37, 384, 1021):
+        x = (mean + random(n, n, dtype=np.float64)).astype(kernels.dtype)
+        exact = layer_norm(x, None, None, 1e-5, np.longdouble)
+        error = np.abs(add_norm(kernels, x) - exact).max()
+        # Distances from the rounded mean are exact; what is left are sums of n of them.
+        unit = float(np.finfo(kernels.dtype).eps)
+        assert error <= unit * (4 + np.sqrt(n)) * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+def test_constant_rows_give_the_bias(kernels, eps):
+    """No deviation, no noise blown up by 1 / sqrt(eps), and no root of a negative variance."""
+    for value in (0.0, 0.1, 1234.567, -3e6, 1e-20):
+        for n in (1, 2, 7, 16, 37, 384, 1021):
+            x = np.full(n, value, kernels.dtype)
+            bias = random(n, n, dtype=kernels.dtype)
+            got = add_norm(kernels, x, bias=bias, eps=eps)
+            np.testing.assert_array_equal(got, bias)
+
+
+def test_epsilon_is_that_of_the_struct(kernels):
+    """The struct's last field: it arrives only if all the others do."""
+    x = np.array([-1, 1] * 8, kernels.dtype)
+    np.testing.assert_allclose(add_norm(kernels, x, eps=3.0), x / 2, rtol=1e-6)
+
+
+def test_result_may_lie_on_x_or_on_the_residual(kernels):
+    for n in lengths(kernels):
+        x, residual, weight, bias = random(n, 4, n, dtype=kernels.dtype)
+        expected = add_norm(kernels, x, residual, weight, bias)
+        norm = byref(Norm(n, True, address(weight), address(bias), 1e-5))
+        for on_x in (True, False):
+            a, b = x.copy(), residual.copy()
+            target = a if on_x else b
+            kernels.add_norm_row(address(target), address(a), address(b), norm)
+            assert same_bits(target, expected)
+
+
+def test_nan_and_infinity_come_through(kernels):
+    for bad in (np.nan, np.inf):
+        for at in (0, kernels.vl, 36):
+            x = random(1, 37, dtype=kernels.dtype)
+            x[at] = bad
+            assert np.isnan(add_norm(kernels, x)[at])
+            assert not np.isfinite(add_norm(kernels, x)).all()
