@@ -20,7 +20,8 @@ typedef struct ta_gemm_tile {
     ptrdiff_t c_stride;
     int accumulate;      /* add to C; otherwise C is written without being read */
     const void *bias;    /* [columns], added last; NULL for none */
-    const void *b_next;  /* the panel read after this one, to prefetch; NULL for none */
+    const void *next;    /* memory to bring into the second-level cache meanwhile */
+    ptrdiff_t next_bytes;
 } ta_gemm_tile;
 
 /* One tile of stacked query rows against one block of keys. See kernel/attention.inc.h. */

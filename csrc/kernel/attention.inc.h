@@ -35,7 +35,7 @@ TA_INLINE void score_body(const int rows, const ta_attention_tile *t)
             for (int j = 0; j < TA_ATTENTION_NV; j++)
                 acc[i][j] = vec_all(row_max[i] == -INFINITY ? 0 : -row_max[i]);
         }
-        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, 1, rows, k, TA_KEYS, NULL);
+        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, 1, rows, k, TA_KEYS);
         real *scores = (real *)t->scores + panel * TA_KEYS;
         TA_UNROLL
         for (int i = 0; i < rows; i++) {
@@ -145,7 +145,7 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
     }
     outer_products(acc, rows, vectors, t->key_end - t->key_begin,
                    (const real *)t->scores + t->key_begin, t->score_stride, 1,
-                   (const real *)t->v + t->key_begin * t->v_columns + column, t->v_columns, NULL);
+                   (const real *)t->v + t->key_begin * t->v_columns + column, t->v_columns);
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
         TA_UNROLL

@@ -37,15 +37,26 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
     vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
-        __builtin_prefetch(c + i * t->c_stride, 1, 3);
         TA_UNROLL
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    if (t->b_next != NULL)
-        outer_products(acc, rows, vectors, t->depth, t->a, 1, rows, t->b, width, t->b_next);
-    else
-        outer_products(acc, rows, vectors, t->depth, t->a, 1, rows, t->b, width, NULL);
+    /* The slice is cut into as many parts as there are rows, and each part asks for one row of C and
+     * its share of what comes next: more misses at once would fill the line buffers, and A and B, which
+     * come from the second-level cache through the same buffers, would wait. */
+    const ptrdiff_t part = (t->depth + rows - 1) / rows;
+    const char *next = t->next, *next_end = next + t->next_bytes;
+    const ptrdiff_t next_part = (t->next_bytes + rows - 1) / rows;
+    ptrdiff_t p = 0;
+    for (int i = 0; p < t->depth; i++, p += part) {
+        TA_UNROLL
+        for (int j = 0; j < vectors * (int)sizeof(vec); j += TA_CACHE_LINE)
+            __builtin_prefetch((char *)(c + i * t->c_stride) + j, 1, 3);
+        for (const char *end = next + next_part; next < end && next < next_end; next += TA_CACHE_LINE)
+            __builtin_prefetch(next, 0, 2);
+        outer_products(acc, rows, vectors, t->depth - p < part ? t->depth - p : part,
+                       (const real *)t->a + p * rows, 1, rows, (const real *)t->b + p * width, width);
+    }
 
     int plain = t->columns == width && t->bias == NULL;
     real products[TA_GEMM_MR * TA_GEMM_NV * TA_VL];

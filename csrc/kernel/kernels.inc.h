@@ -19,6 +19,7 @@
 #define TA_JOIN(a, b, c, d) TA_JOIN4(a, b, c, d)
 #define TA_NAME(name) TA_JOIN(ta_, name, TA_TYPE, TA_ISA_NAME)
 
+#define TA_CACHE_LINE 64
 #define TA_INLINE static inline __attribute__((always_inline))
 #define TA_NOINLINE static __attribute__((noinline))
 #ifdef __clang__

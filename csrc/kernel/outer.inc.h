@@ -13,11 +13,9 @@
 TA_INLINE void outer_products(vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const int rows,
                               const int vectors, ptrdiff_t depth, const real *a,
                               ptrdiff_t a_row_stride, ptrdiff_t a_stride, const real *b,
-                              ptrdiff_t b_stride, const real *b_next)
+                              ptrdiff_t b_stride)
 {
     for (ptrdiff_t p = 0; p < depth; p++) {
-        if (b_next != NULL)
-            __builtin_prefetch(b_next + p * b_stride, 0, 2);
         vec b_row[TA_ACC_VECTORS];
         TA_UNROLL
         for (int j = 0; j < vectors; j++)

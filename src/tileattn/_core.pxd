@@ -11,7 +11,8 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t c_stride
         int accumulate
         const void *bias
-        const void *b_next
+        const void *next
+        Py_ssize_t next_bytes
 
     ctypedef struct ta_attention_tile:
         int rows

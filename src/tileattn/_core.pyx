@@ -260,16 +260,21 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
                     t.bias = NULL
                     if c.bias != NULL and kc + t.depth == g.depth:
                         t.bias = c.bias + b.column * itemsize
-                    t.b_next = NULL
+                    # The tiles share the prefetching of the next panel. A single tile leaves it to the
+                    # hardware, which follows its one stream.
+                    t.next = NULL
+                    t.next_bytes = 0
                     if tiles > 1 and panel + 1 < panel_end:
-                        t.b_next = b[1].data + kc * round_up(b[1].columns, kernels.vl) * itemsize
+                        t.next = b[1].data + kc * round_up(b[1].columns, kernels.vl) * itemsize
+                        t.next_bytes = ceil_div(
+                            t.depth * round_up(b[1].columns, kernels.vl) * itemsize, tiles)
                     for tile in range(tiles):                   # register tiles
                         begin = tile * rows // tiles
                         t.rows = <int>((tile + 1) * rows // tiles - begin)
                         t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
                         t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
                         kernels.gemm_tile(&t)
-                        t.b_next = NULL
+                        t.next = <const char *>t.next + t.next_bytes
                     kc = kc + t.depth
                     if kc >= pc + pack_depth:
                         break
