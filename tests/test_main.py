@@ -44,16 +44,16 @@ def refusal_of(capsys, *arguments):
     return line
 
 
-def layer(N=4, K=2, H=8, D=16, dtype=np.float32):
+def layer(N=4, K=2, H=8, D=16, Hv=8, dtype=np.float32):
     draw = np.random.default_rng(7).standard_normal
     shapes = {
         "w_q": (D, N, H),
         "w_k": (D, K, H),
-        "w_v": (D, K, H),
-        "w_o": (N, H, D),
+        "w_v": (D, K, Hv),
+        "w_o": (N, Hv, D),
         "b_q": (N, H),
         "b_k": (K, H),
-        "b_v": (K, H),
+        "b_v": (K, Hv),
         "b_o": (D,),
         "norm_weight": (D,),
         "norm_bias": (D,),
@@ -159,7 +159,8 @@ def test_run_table_is_made_of_flops_time_and_peak(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [1e-4, np.nan, np.inf])
-def test_run_with_a_wrong_result_fails(capsys, monkeypatch, wrong):
+@pytest.mark.parametrize("of_a_file", [False, True])
+def test_run_with_a_wrong_result_fails(capsys, monkeypatch, weights, of_a_file, wrong):
     right = tileattn.AttentionBlock.__call__
 
     def spoilt(self, x, **options):
@@ -168,31 +169,94 @@ def test_run_with_a_wrong_result_fails(capsys, monkeypatch, wrong):
         return y
 
     monkeypatch.setattr(tileattn.AttentionBlock, "__call__", spoilt)
-    lines = lines_of(capsys, "run", *SMALL, status=1)
+    options = ["--weights", weights, "-T", 9, "--repeats", 1] if of_a_file else SMALL
+    lines = lines_of(capsys, "run", *options, status=1)
     assert any(line.startswith("max error") and ": FAILS, " in line for line in lines)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_comparison_in_numpy_computes_the_same_block(is_causal):
-    draw = np.random.default_rng(9).standard_normal
-    weights = {
-        "w_q": draw((8, 4, 3)),
-        "w_k": draw((8, 2, 3)),
-        "w_v": draw((8, 2, 3)),
-        "w_o": draw((4, 3, 8)),
-        "norm": tileattn.LayerNorm(draw(8), draw(8)),
-        "is_causal": is_causal,
-    }
-    x = draw((2, 5, 8))
-    y, steps = command._numpy_block(x, weights)
+def problem_of(left_out=(), shape=(2, 5, 16), dtype=np.float64, **changes):
+    """A layer without some of its arrays, its block, and data."""
+    arrays = {name: a for name, a in layer(Hv=3, dtype=dtype).items() if name not in left_out}
+    norm = tileattn.LayerNorm(arrays.pop("norm_weight", None), arrays.pop("norm_bias", None))
+    weights = {**arrays, "norm": norm, "residual": True, "is_causal": False, **changes}
+    x = np.random.default_rng(9).standard_normal(shape, dtype=dtype)
+    return command._Problem("", weights, tileattn.AttentionBlock(**weights), x)
+
+
+BIASES = ("b_q", "b_k", "b_v", "b_o")
+PROBLEMS = [
+    {},
+    {"is_causal": True},
+    {"shape": (5, 16)},
+    {"shape": (5, 16), "is_causal": True, "norm": None},
+    {"norm": None},
+    {"residual": False},
+    {"residual": False, "norm": None},
+    {"left_out": ("norm_weight",)},
+    {"left_out": ("norm_bias",)},
+    {"left_out": ("norm_weight", "norm_bias")},
+    {"left_out": BIASES},
+    *({"left_out": [bias]} for bias in BIASES),
+]
+
+
+@pytest.mark.parametrize("options", PROBLEMS)
+def test_the_comparison_in_numpy_computes_the_same_block(options):
+    problem = problem_of(**options)
+    y, steps = command._numpy_block(problem.x, problem.weights)
     # Both in float64, from sums of a dozen terms.
-    np.testing.assert_allclose(y, reference.attention_block(x, **weights), rtol=1e-11, atol=1e-12)
+    expected = reference.attention_block(problem.x, **problem.weights)
+    np.testing.assert_allclose(y, expected, rtol=1e-11, atol=1e-12)
     assert [name for name, _ in steps] == [
         "project q, k, v",
         "attention",
         "project output + LayerNorm",
     ]
     assert all(seconds > 0 for _, seconds in steps)
+
+
+@pytest.mark.parametrize("options", PROBLEMS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_check_is_of_the_same_block(options, dtype):
+    problem = problem_of(**options, dtype=dtype)
+    y = problem.block(problem.x)
+    error, limit, stray = command._check(problem, y)
+    assert error <= limit
+    tolerance = command.TOLERANCE[np.dtype(dtype).name]
+    assert limit == pytest.approx(tolerance * np.sqrt(np.mean(y**2)), rel=1e-4)
+    assert stray == 0
+    y.flat[7] += 2 * limit
+    assert command._check(problem, y)[0] > limit
+
+
+@pytest.mark.parametrize(
+    "options",
+    # b_k adds the same to all scores of a row, which changes nothing.
+    [o for o in PROBLEMS if o and "shape" not in o and o.get("left_out") != ["b_k"]],
+)
+def test_the_check_tells_one_block_from_another(options):
+    problem = problem_of(dtype=np.float32)
+    error, limit, _ = command._check(
+        problem, problem_of(dtype=np.float32, **options).block(problem.x)
+    )
+    assert error > limit
+
+
+@pytest.mark.parametrize("there", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("result", [np.nan, np.inf, -np.inf, 0.0])
+def test_what_is_not_finite_must_be_the_same(monkeypatch, there, result):
+    exact = np.array([[1.0, there], [3.0, 4.0]])
+    monkeypatch.setattr(reference, "attention_block", lambda x, **weights: exact)
+    y = exact.astype(np.float32)
+    y[1, 0] += 1e-3
+    y[0, 1] = result
+    error, limit, stray = command._check(problem_of(), y)
+    assert limit == pytest.approx(LIMIT * np.sqrt(26 / 3))  # of the three that are finite
+    assert stray == 1
+    if np.array_equal(there, result, equal_nan=True):
+        assert error == pytest.approx(1e-3, rel=1e-3)
+    else:
+        assert not error <= 1e300
 
 
 def test_the_comparison_in_numpy_is_left_out_where_its_scores_would_not_fit(capsys, monkeypatch):
@@ -255,6 +319,43 @@ def test_run_of_a_layer_on_data(capsys, tmp_path, weights, shape, causal):
     assert y.dtype == np.float32
     assert y.shape == shape
     np.testing.assert_allclose(y, expected_of(layer(), x, is_causal=bool(causal)), atol=LIMIT)
+    assert any(": passes, " in line for line in lines)
+    assert any("times tileattn's; attention " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "name", ["b_q", "b_v", "b_o"]
+)  # b_k adds the same to all of a row's scores
+def test_run_of_a_layer_with_another_bias_than_the_file_s_fails(
+    capsys, monkeypatch, weights, x_file, name
+):
+    init = tileattn.AttentionBlock.__init__
+
+    def spoilt(self, *arguments, **options):
+        init(self, *arguments, **options)
+        getattr(self, name)[0] += 0.01
+
+    monkeypatch.setattr(tileattn.AttentionBlock, "__init__", spoilt)
+    options = ("run", "--weights", weights, "--input", x_file, "--repeats", 1)
+    assert any(": FAILS, " in line for line in lines_of(capsys, *options, status=1))
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {name: a for name, a in layer().items() if name not in BIASES},
+        {name: a for name, a in layer().items() if not name.startswith("norm")},
+        layer(Hv=5),
+        layer(dtype=np.float64),
+        layer(K=4, Hv=1),
+    ],
+)
+def test_run_of_each_kind_of_layer_passes(capsys, tmp_path, arrays):
+    path = tmp_path / "layer.npz"
+    np.savez(path, **arrays)
+    lines = lines_of(capsys, "run", "--weights", path, "-B", 2, "-T", 9, "--repeats", 1)
+    assert any(": passes, " in line for line in lines)
+    assert any("times tileattn's; attention " in line for line in lines)
 
 
 def test_run_of_a_layer_with_a_number(capsys, tmp_path, x_file):
@@ -299,26 +400,67 @@ def test_run_of_a_layer_on_random_data_of_the_sizes_given(capsys, weights):
     assert lines[1].startswith("B 3  T 9  S 9  D 16  N 4  K 2  G 2  H 8 ")
 
 
-def test_run_of_a_bare_attention_module_has_no_row_for_the_norm(capsys, tmp_path):
+@pytest.fixture
+def attention(tmp_path):
+    """A bare attention module, in torch's names: neither residual nor norm."""
     draw = np.random.default_rng(1).standard_normal
-    path = tmp_path / "mha.npz"
-    np.savez(path, **{"in_proj_weight": draw((48, 16)), "out_proj.weight": draw((16, 16))})
-    lines = lines_of(capsys, "run", "--weights", path, "--heads", 2, "-T", 4, "--repeats", 1)
+    shapes = {
+        "in_proj_weight": (48, 16),
+        "in_proj_bias": (48,),
+        "out_proj.weight": (16, 16),
+        "out_proj.bias": (16,),
+    }
+    path = tmp_path / "attention.npz"
+    np.savez(path, **{name: draw(shape) / 4 for name, shape in shapes.items()})
+    return path
+
+
+def test_run_of_a_bare_attention_module_has_no_row_for_the_norm(capsys, attention):
+    lines = lines_of(capsys, "run", "--weights", attention, "--heads", 2, "-T", 4, "--repeats", 1)
     assert not any("LayerNorm" in line for line in lines)
     assert any(line.startswith("  = project output ") for line in lines)
+    assert any(": passes, " in line for line in lines)
 
 
 def test_nan_in_the_input_is_data(capsys, tmp_path, weights):
     x = np.zeros((4, 16), dtype=np.float32)
     x[2, 3] = np.nan
     np.save(tmp_path / "x.npy", x)
-    lines_of(
+    lines = lines_of(
         capsys,
         *("run", "--weights", weights, "--input", tmp_path / "x.npy", "--causal"),
         *("--output", tmp_path / "y.npy", "--repeats", 1),
     )
     nan = np.isnan(np.load(tmp_path / "y.npy"))
     np.testing.assert_array_equal(nan, np.array([False, False, True, True])[:, None].repeat(16, 1))
+    (line,) = (i for i, line in enumerate(lines) if line.startswith("max error"))
+    assert ": passes, " in lines[line]
+    assert "32 NaN or inf" in lines[line + 1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_everywhere_passes(capsys, tmp_path, attention, value):
+    np.save(tmp_path / "x.npy", np.full((3, 16), value))
+    options = ("run", "--weights", attention, "--heads", 2, "--input", tmp_path / "x.npy")
+    lines = lines_of(capsys, *options, "--repeats", 1)
+    assert "max error   0.0e+00 against the float64 reference: passes, limit 0e+00" in lines
+    assert any("48 NaN or inf" in line for line in lines)
+
+
+def test_nan_that_the_result_lacks_fails(capsys, tmp_path, monkeypatch, weights):
+    x = np.ones((4, 16), dtype=np.float32)
+    x[3] = np.inf
+    np.save(tmp_path / "x.npy", x)
+    right = tileattn.AttentionBlock.__call__
+    monkeypatch.setattr(
+        tileattn.AttentionBlock,
+        "__call__",
+        lambda self, x, **options: np.nan_to_num(right(self, x, **options)),
+    )
+    options = ("run", "--weights", weights, "--input", tmp_path / "x.npy", "--causal")
+    lines = lines_of(capsys, *options, "--repeats", 1, status=1)
+    assert any(line.startswith("max error") and ": FAILS, " in line for line in lines)
+    assert any("16 NaN or inf" in line for line in lines)
 
 
 def test_big_endian_input_is_read_as_what_it_is(capsys, tmp_path, weights, x_file):
@@ -447,6 +589,10 @@ ARRAY = saved(lambda file: np.save(file, np.zeros((2, 16), dtype=np.float32)))
         (saved(lambda file: np.save(file, np.array([{}, []], dtype=object))), "cannot be read"),
         (saved(lambda file: np.save(file, np.zeros(16, dtype=np.float32))), "shape [16], expected"),
         (saved(lambda file: np.save(file, np.float32(1))), "shape [], expected"),
+        (
+            saved(lambda file: np.save(file, np.zeros((0, 16), dtype=np.float32))),
+            "shape [0, 16], expected [B,T,16] or [T,16], not empty",
+        ),
         (
             saved(lambda file: np.save(file, np.zeros((1, 1, 2, 16), dtype=np.float32))),
             "shape [1, 1, 2, 16], expected [B,T,16] or [T,16]",

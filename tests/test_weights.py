@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tileattn import AttentionBlock, LayerNorm, reference
-from tileattn.weights import WeightsError, load_block, load_tensors
+from tileattn.weights import WeightsError, load_arguments, load_block, load_tensors
 
 D, N, K, H = 10, 4, 2, 3
 FORMATS = ["npz", "safetensors"]
@@ -202,6 +202,57 @@ def test_torch_attention_alone_has_neither_residual_nor_norm(npz):
     layer = make_layer(6)
     save(npz, torch_names(layer, "", norm=False))
     check(load_block(npz, num_heads=N, num_kv_heads=K), layer, norm=False)
+
+
+LAYER = make_layer(26)
+KINDS = [
+    (own_names(LAYER), 1e-5),
+    (bert_names(LAYER, 0), 1e-12),
+    (torch_names(LAYER, "layers.0."), 1e-5),
+    (torch_names(LAYER, "", norm=False), None),
+]
+
+
+def without_biases(tensors):
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("bias") and ".b_" not in f".{name}"
+    }
+
+
+@pytest.mark.parametrize(
+    "tensors, eps, biases",
+    # BERT's layers have all their biases always.
+    [(*kind, True) for kind in KINDS]
+    + [(without_biases(tensors), eps, False) for tensors, eps in KINDS if eps != 1e-12],
+)
+def test_arguments_are_the_constructor_s(npz, tensors, eps, biases):
+    save(npz, tensors)
+    arguments = load_arguments(npz, num_heads=N, num_kv_heads=K, is_causal=True)
+    norm = arguments.pop("norm")
+    assert arguments.pop("residual") is (eps is not None)
+    assert arguments.pop("is_causal") is True
+    names = [name for name in (LAYER if biases else without_biases(LAYER)) if "norm" not in name]
+    assert sorted(arguments) == sorted(names)
+    for name in names:
+        np.testing.assert_array_equal(arguments[name], LAYER[name], strict=True)
+    if eps is None:
+        assert norm is None
+    else:
+        assert norm.eps == eps
+        np.testing.assert_array_equal(norm.weight, LAYER["norm_weight"])
+        assert (norm.bias is not None) == biases
+
+
+def test_a_layer_of_linear_matrices_is_from_linear_s(npz):
+    flat = linear(LAYER)
+    norm = LayerNorm(flat.pop("norm_weight"), flat.pop("norm_bias"))
+    block = AttentionBlock.from_linear(**flat, num_heads=N, num_kv_heads=K, norm=norm)
+    x = np.random.default_rng(0).normal(size=(5, D))
+    for tensors in (own_names(LAYER), torch_names(LAYER, "layers.0.")):
+        loaded = load_block(save(npz, tensors), num_heads=N, num_kv_heads=K)
+        np.testing.assert_array_equal(block(x), loaded(x))
 
 
 def test_state_dict_of_torch(npz):

@@ -319,69 +319,21 @@ class AttentionBlock:
         >>> block.head_dim
         8
         """
-        N = num_heads
-        K = N if num_kv_heads is None else num_kv_heads
-        if N < 1 or K < 1 or N % K != 0:
-            raise ValueError(
-                f"num_heads = {N} must be a positive multiple of num_kv_heads, here {K}"
-            )
-        if w_o is None:
-            raise TypeError("w_o is missing")
-        if w_qkv is not None:
-            given = [a is not None for a in (w_q, w_k, w_v, b_q, b_k, b_v)]
-            if any(given):
-                raise TypeError("w_qkv already holds what w_q, w_k, w_v, b_q, b_k and b_v would")
-            packed = check_array("w_qkv", w_qkv)
-            if packed.ndim != 2 or len(packed) % (N + 2 * K) != 0:
-                raise ValueError(
-                    f"w_qkv must have the shape [(N + 2K) * H, D] with N + 2K = {N + 2 * K}, "
-                    f"not {packed.shape}"
-                )
-            H = len(packed) // (N + 2 * K)
-            cuts = [N * H, (N + K) * H]
-            w_q, w_k, w_v = np.split(packed, cuts)
-            if b_qkv is not None:
-                bias = check_array("b_qkv", b_qkv, packed.dtype)
-                if bias.shape != (len(packed),):
-                    raise ValueError(f"b_qkv has shape {bias.shape}, expected ({len(packed)},)")
-                b_q, b_k, b_v = np.split(bias, cuts)
-        elif w_q is None or w_k is None or w_v is None:
-            raise TypeError("either w_qkv or all of w_q, w_k and w_v must be given")
-        elif b_qkv is not None:
-            raise TypeError("b_qkv goes with w_qkv; give b_q, b_k and b_v instead")
-
-        def heads(name: str, matrix: npt.ArrayLike, count: int) -> Array:
-            array = check_array(name, matrix)
-            if array.ndim != 2 or len(array) % count != 0:
-                raise ValueError(
-                    f"{name} must have the shape [heads * width, in] with {count} heads, "
-                    f"not {array.shape}"
-                )
-            return array.T.reshape(array.shape[1], count, -1)
-
-        def head_bias(name: str, bias: npt.ArrayLike | None, like: Array) -> Array | None:
-            return None if bias is None else check_bias(name, bias, like.shape[1:], like.dtype)
-
-        q, k, v = heads("w_q", w_q, N), heads("w_k", w_k, K), heads("w_v", w_v, K)
-        o = check_array("w_o", w_o)
-        if o.ndim != 2 or o.shape[1] != N * v.shape[2]:
-            raise ValueError(
-                f"w_o must have the shape [D, N * Hv] with N * Hv = {N * v.shape[2]}, not {o.shape}"
-            )
-        return cls(
-            q,
-            k,
-            v,
-            o.T.reshape(N, v.shape[2], -1),
-            b_q=head_bias("b_q", b_q, q),
-            b_k=head_bias("b_k", b_k, k),
-            b_v=head_bias("b_v", b_v, v),
+        arguments = _from_linear_arguments(
+            w_q=w_q,
+            w_k=w_k,
+            w_v=w_v,
+            w_o=w_o,
+            w_qkv=w_qkv,
+            b_q=b_q,
+            b_k=b_k,
+            b_v=b_v,
+            b_qkv=b_qkv,
             b_o=b_o,
-            norm=norm,
-            residual=residual,
-            scale=scale,
-            is_causal=is_causal,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
         )
+        return cls(**arguments, norm=norm, residual=residual, scale=scale, is_causal=is_causal)
 
     @property
     def nbytes(self) -> int:
@@ -543,6 +495,76 @@ class AttentionBlock:
             out[...] = result
             result = out
         return result, seconds
+
+
+def _from_linear_arguments(
+    *,
+    w_q: npt.ArrayLike | None = None,
+    w_k: npt.ArrayLike | None = None,
+    w_v: npt.ArrayLike | None = None,
+    w_o: npt.ArrayLike | None = None,
+    w_qkv: npt.ArrayLike | None = None,
+    b_q: npt.ArrayLike | None = None,
+    b_k: npt.ArrayLike | None = None,
+    b_v: npt.ArrayLike | None = None,
+    b_qkv: npt.ArrayLike | None = None,
+    b_o: npt.ArrayLike | None = None,
+    num_heads: int,
+    num_kv_heads: int | None,
+) -> dict[str, Any]:
+    """Weights of `from_linear` as the constructor takes them, and the biases that are given."""
+    N = num_heads
+    K = N if num_kv_heads is None else num_kv_heads
+    if N < 1 or K < 1 or N % K != 0:
+        raise ValueError(f"num_heads = {N} must be a positive multiple of num_kv_heads, here {K}")
+    if w_o is None:
+        raise TypeError("w_o is missing")
+    if w_qkv is not None:
+        given = [a is not None for a in (w_q, w_k, w_v, b_q, b_k, b_v)]
+        if any(given):
+            raise TypeError("w_qkv already holds what w_q, w_k, w_v, b_q, b_k and b_v would")
+        packed = check_array("w_qkv", w_qkv)
+        if packed.ndim != 2 or len(packed) % (N + 2 * K) != 0:
+            raise ValueError(
+                f"w_qkv must have the shape [(N + 2K) * H, D] with N + 2K = {N + 2 * K}, "
+                f"not {packed.shape}"
+            )
+        H = len(packed) // (N + 2 * K)
+        cuts = [N * H, (N + K) * H]
+        w_q, w_k, w_v = np.split(packed, cuts)
+        if b_qkv is not None:
+            bias = check_array("b_qkv", b_qkv, packed.dtype)
+            if bias.shape != (len(packed),):
+                raise ValueError(f"b_qkv has shape {bias.shape}, expected ({len(packed)},)")
+            b_q, b_k, b_v = np.split(bias, cuts)
+    elif w_q is None or w_k is None or w_v is None:
+        raise TypeError("either w_qkv or all of w_q, w_k and w_v must be given")
+    elif b_qkv is not None:
+        raise TypeError("b_qkv goes with w_qkv; give b_q, b_k and b_v instead")
+
+    def heads(name: str, matrix: npt.ArrayLike, count: int) -> Array:
+        array = check_array(name, matrix)
+        if array.ndim != 2 or len(array) % count != 0:
+            raise ValueError(
+                f"{name} must have the shape [heads * width, in] with {count} heads, "
+                f"not {array.shape}"
+            )
+        return array.T.reshape(array.shape[1], count, -1)
+
+    q, k, v = heads("w_q", w_q, N), heads("w_k", w_k, K), heads("w_v", w_v, K)
+    o = check_array("w_o", w_o)
+    if o.ndim != 2 or o.shape[1] != N * v.shape[2]:
+        raise ValueError(
+            f"w_o must have the shape [D, N * Hv] with N * Hv = {N * v.shape[2]}, not {o.shape}"
+        )
+    arguments = {"w_q": q, "w_k": k, "w_v": v, "w_o": o.T.reshape(N, v.shape[2], -1)}
+    for name, head_bias, weight in (("b_q", b_q, q), ("b_k", b_k, k), ("b_v", b_v, v)):
+        shape = weight.shape[1:]
+        if (flat := check_bias(name, head_bias, shape, weight.dtype)) is not None:
+            arguments[name] = flat.reshape(shape)
+    if (flat := check_bias("b_o", b_o, o.shape[:1], o.dtype)) is not None:
+        arguments["b_o"] = flat
+    return arguments
 
 
 def attention_block(

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.block import AttentionBlock, LayerNorm
+from tileattn.block import AttentionBlock, LayerNorm, _from_linear_arguments
 
-__all__ = ["WeightsError", "load_block", "load_tensors"]
+__all__ = ["WeightsError", "load_arguments", "load_block", "load_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +188,61 @@ def load_block(
     >>> block.num_heads, block.head_dim
     (2, 4)
     """
+    arguments = load_arguments(
+        path,
+        layer=layer,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        prefix=prefix,
+        is_causal=is_causal,
+    )
+    return AttentionBlock(**arguments)
+
+
+def load_arguments(
+    path: str | os.PathLike[str],
+    *,
+    layer: int = 0,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    prefix: str | None = None,
+    is_causal: bool = False,
+) -> dict[str, Any]:
+    """Read the arguments with which `load_block` builds its block.
+
+    They are those of the reference too, and the arrays that a block no longer has once it has
+    packed them.
+
+    Parameters
+    ----------
+    path, layer, num_heads, num_kv_heads, prefix, is_causal
+        As in `load_block`.
+
+    Returns
+    -------
+    dict of str to object
+        Arguments of `AttentionBlock`: `w_q` [D, N, H], `w_k` [Dc, K, H], `w_v` [Dc, K, Hv] and
+        `w_o` [N, Hv, D], float32 or float64; of `b_q` [N, H], `b_k` [K, H], `b_v` [K, Hv] and
+        `b_o` [D] those that the file has; `norm`, `residual` and `is_causal`.
+
+    Raises
+    ------
+    WeightsError, ImportError
+        As `load_block`.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from tileattn.weights import load_arguments
+    >>> w, w_o = np.ones((24, 8), np.float32), np.ones((8, 8), np.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "attention.npz")
+    ...     np.savez(path, **{"in_proj_weight": w, "out_proj.weight": w_o})
+    ...     arguments = load_arguments(path, num_heads=2)
+    >>> arguments["w_q"].shape, arguments["norm"]
+    ((8, 2, 4), None)
+    """
     path = Path(path)
     with _open(path) as file:
         naming, base = _find_layer(file, layer, prefix)
@@ -213,16 +268,15 @@ def load_block(
             _fail(path, f"{names[argument]} is {tensor.dtype} but {names[first]} is "
                         f"{tensors[first].dtype}: the tensors of a layer must agree")  # fmt: skip
 
-    arguments: dict[str, Any] = dict(tensors)
-    weight, bias = arguments.pop("norm_weight", None), arguments.pop("norm_bias", None)
-    arguments["norm"] = None if eps is None else LayerNorm(weight, bias, eps)
-    arguments["residual"] = eps is not None
-    arguments["is_causal"] = is_causal
+    weight, bias = tensors.pop("norm_weight", None), tensors.pop("norm_bias", None)
     if naming.linear:
-        return AttentionBlock.from_linear(
-            num_heads=sizes["N"], num_kv_heads=sizes["K"], **arguments
-        )
-    return AttentionBlock(**arguments)
+        tensors = _from_linear_arguments(**tensors, num_heads=sizes["N"], num_kv_heads=sizes["K"])
+    return {
+        **tensors,
+        "norm": None if eps is None else LayerNorm(weight, bias, eps),
+        "residual": eps is not None,
+        "is_causal": is_causal,
+    }
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
