@@ -242,6 +242,16 @@ def test_the_check_tells_one_block_from_another(options):
     assert error > limit
 
 
+def test_the_limit_grows_with_what_amplifies_roundings():
+    problem = problem_of(dtype=np.float32, w_o=np.zeros((4, 3, 16), dtype=np.float32))
+    problem.x += 1000  # LayerNorm subtracts it again, but x + b_o has been rounded
+    y = problem.block(problem.x)
+    error, limit, _ = command._check(problem, y)
+    assert LIMIT * np.sqrt(np.mean(y**2)) < error <= limit < 1e-3
+    y[0, 0, 0] += 2 * limit
+    assert command._check(problem, y)[0] > limit
+
+
 @pytest.mark.parametrize("there", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("result", [np.nan, np.inf, -np.inf, 0.0])
 def test_what_is_not_finite_must_be_the_same(monkeypatch, there, result):
