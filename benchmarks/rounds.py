@@ -1,9 +1,10 @@
 """Fair timing on a noisy machine: candidates take turns, and a figure is the median of its turns.
 
-Absolute times prove little where other work shares the machine. So candidates run in turn within one
-process, every turn is preceded by one unmeasured call and a pause (the threads of another library's
-pool may still be spinning), and what is quoted is a ratio of medians within the run: against a peer, or
-against the machine's own multiply-add peak, which takes its turn like any other candidate.
+Absolute times prove little where other work shares the machine. So candidates run in turn within
+one process, every turn is preceded by one unmeasured call and a pause (the threads of another
+library's pool may still be spinning), and what is quoted is a ratio of medians within the run:
+against a peer, or against the machine's own multiply-add peak, which takes its turn like any other
+candidate.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def problem_of(left_out=(), shape=(2, 5, 16), dtype=np.float64, **changes):
     norm = tileattn.LayerNorm(arrays.pop("norm_weight", None), arrays.pop("norm_bias", None))
     weights = {**arrays, "norm": norm, "residual": True, "is_causal": False, **changes}
     x = np.random.default_rng(9).standard_normal(shape, dtype=dtype)
-    return command._Problem("", weights, tileattn.AttentionBlock(**weights), x)
+    return command._Problem("", weights, tileattn.AttentionBlock(**weights), x, is_real=True)
 
 
 BIASES = ("b_q", "b_k", "b_v", "b_o")

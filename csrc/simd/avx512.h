@@ -32,3 +32,15 @@ static inline int vec_any_greater(vec a, vec b)
     return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_GT_OQ) != 0;
 #endif
 }
+
+/* Elements of a table of TA_VL, by the low bits of each index. */
+#define TA_LOOKUP_BITS 3 /* exp2 in steps of 1/8 */
+#define vec_lookup TA_NAME(vec_lookup)
+static inline veci vec_lookup(const integer *table, veci index)
+{
+#if TA_BITS == 32
+    return (veci)_mm512_permutexvar_epi32((__m512i)index, _mm512_loadu_si512(table));
+#else
+    return (veci)_mm512_permutexvar_epi64((__m512i)index, _mm512_loadu_si512(table));
+#endif
+}

@@ -17,6 +17,7 @@
 #endif
 #define TA_GEMM_MC (14 * TA_GEMM_MR)
 #define TA_ATTENTION_NV 2
+#define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */
 
 /* a > b ? a : b, so that a NaN in b comes through */
 #define vec_max TA_NAME(vec_max)

@@ -118,6 +118,7 @@ class LayerNorm:
         bias = check_vector("bias", self.bias, D, x.dtype)
         if out is not None:
             check_out(out, x.shape, x.dtype, {"x": x, "residual": residual})
+        threads = resolve_threads(num_threads)
         result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
         if x.size:
             _core.layer_norm(
@@ -127,7 +128,7 @@ class LayerNorm:
                 weight,
                 bias,
                 self.eps,
-                resolve_threads(num_threads),
+                threads,
             )
         if out is None:
             return result

@@ -165,7 +165,14 @@ def available_isas() -> tuple[str, ...]:
 
 
 def show_config() -> None:
-    """Print versions, instruction sets and threads: what a bug report should contain."""
+    """Print versions, instruction sets and threads: what a bug report should contain.
+
+    Examples
+    --------
+    >>> import tileattn
+    >>> tileattn.show_config()  # doctest: +ELLIPSIS
+    tileattn   ...
+    """
     from tileattn import __version__
 
     rows = {

@@ -345,6 +345,14 @@ def attention_block_cost(
 def format_count(number: int) -> str:
     """Write a count with three or four figures, as in ``604.0 M``.
 
+    Parameters
+    ----------
+    number : int
+
+    Returns
+    -------
+    str
+
     Examples
     --------
     >>> format_count(603979776), format_count(999)
@@ -355,6 +363,14 @@ def format_count(number: int) -> str:
 
 def format_bytes(number: int) -> str:
     """Write a number of bytes with a decimal prefix, as in ``5.5 MB``.
+
+    Parameters
+    ----------
+    number : int
+
+    Returns
+    -------
+    str
 
     Examples
     --------

@@ -390,7 +390,7 @@ def _softmax_times_values(
         rows = sees_TS[:, j]
         y_TGH[rows, :, column] += weight_TGS[rows, :, j] * v_SH[j, column]
 
-    y_TGH = np.where(sum_TG[..., None] == 0, 0.0, y_TGH / sum_TG[..., None])
+    y_TGH /= np.where(sum_TG == 0, 1.0, sum_TG)[..., None]
     return y_TGH, max_TG + np.log(sum_TG)
 
 

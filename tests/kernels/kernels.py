@@ -21,7 +21,8 @@ class GemmTile(Structure):
         ("c_stride", c_ssize_t),
         ("accumulate", c_int),
         ("bias", c_void_p),
-        ("b_next", c_void_p),
+        ("next", c_void_p),
+        ("next_bytes", c_ssize_t),
     )
 
 
@@ -33,7 +34,6 @@ class AttentionTile(Structure):
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
-        ("v_stride", c_ssize_t),
         ("key_start", c_ssize_t),
         ("key_begin", c_ssize_t),
         ("key_end", c_ssize_t),
@@ -68,7 +68,7 @@ PROTOTYPES = {
     "softmax_tile": (None, POINTER(AttentionTile)),
     "value_tile": (None, POINTER(AttentionTile)),
     "finish_row": (None, c_void_p, c_ssize_t, c_ssize_t, *[c_void_p] * 4),
-    "all_finite": (c_int, c_void_p, c_ssize_t, c_ssize_t, c_ssize_t),
+    "all_finite": (c_int, c_void_p, c_ssize_t),
     "add_norm_row": (None, c_void_p, c_void_p, c_void_p, POINTER(Norm)),
     "fma_rounds": (c_double, c_ssize_t),
 }

@@ -9,7 +9,7 @@ from tests.kernels.kernels import GemmTile, address
 from tests.oracle import Guarded, gamma, random, same_bits
 
 
-def gemm(kernels, a, b, c=None, bias=None, b_next=None, row_gap=3):
+def gemm(kernels, a, b, c=None, bias=None, ahead=None, row_gap=3):
     """(c +) a b + bias for a[rows, depth], b[depth, columns]; without c, C holds NaN before."""
     (rows, depth), columns = a.shape, b.shape[1]
     packed_a = np.ascontiguousarray(a.T)
@@ -28,7 +28,8 @@ def gemm(kernels, a, b, c=None, bias=None, b_next=None, row_gap=3):
         c_stride=columns + row_gap,
         accumulate=c is not None,
         bias=address(bias),
-        b_next=address(b_next),
+        next=address(ahead),
+        next_bytes=0 if ahead is None else ahead.nbytes,
     )
     kernels.gemm_tile(byref(tile))
     target.check()
@@ -101,11 +102,12 @@ def test_a_column_does_not_depend_on_the_width_of_the_tile(kernels):
         assert same_bits(part, np.ascontiguousarray(whole[:, left]))
 
 
-def test_the_panel_to_prefetch_changes_nothing(kernels):
-    """b_next is the struct's last field: its offset is right only if all the others are."""
+def test_what_is_prefetched_changes_nothing(kernels):
+    """The prefetched memory is named last in the struct: right only if all the others are."""
     a, b, c, bias = inputs(kernels, kernels.gemm_mr, kernels.gemm_nr, 33)
-    b_next = np.full_like(b, np.nan)
-    assert same_bits(gemm(kernels, a, b, c, bias, b_next), gemm(kernels, a, b, c, bias))
+    for size in (0, 1, 1000):
+        ahead = np.full(size, np.nan, kernels.dtype)
+        assert same_bits(gemm(kernels, a, b, c, bias, ahead), gemm(kernels, a, b, c, bias))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -60,7 +60,8 @@ def test_scale_is_one_rounded_factor(kernels):
 
 
 def test_special_values_stay_what_they_are(kernels):
-    special = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324], kernels.dtype)
+    smallest = np.finfo(kernels.dtype).smallest_subnormal
+    special = np.array([np.nan, np.inf, -np.inf, -0.0, smallest], kernels.dtype)
     rows = np.tile(special, (kernels.vl + 1, 8))
     assert same_bits(pack_rows(kernels, list(rows), 40, 1), np.ascontiguousarray(rows.T))
 

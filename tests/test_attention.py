@@ -1,0 +1,745 @@
+"""dot_product_attention: every promise of its documentation."""
+
+import concurrent.futures
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tileattn
+from tests.oracle import GUARD, LAYOUTS, WRITABLE, check_attention, random, same_bits, visible
+from tileattn import dot_product_attention, reference
+
+NAN, INF = np.nan, np.inf
+DTYPES = [np.float32, np.float64]
+
+
+def qkv(B=1, T=5, S=None, N=2, K=None, H=8, Hv=None, dtype=np.float32, seed=0):
+    S, K, Hv = T if S is None else S, N if K is None else K, H if Hv is None else Hv
+    return (
+        random(seed, B, T, N, H, dtype=dtype),
+        random(seed + 1, B, S, K, H, dtype=dtype),
+        random(seed + 2, B, S, K, Hv, dtype=dtype),
+    )
+
+
+# ------------------------------------------------------------------ sizes
+
+SIZES = {
+    "one of each": {"T": 1, "N": 1, "H": 1},
+    "small": {"B": 2, "T": 5, "S": 7, "N": 4, "K": 2, "H": 8, "Hv": 5},
+    "one query": {"B": 3, "T": 1, "S": 513, "N": 8, "K": 2, "H": 64},
+    "usual": {"T": 64, "N": 4, "H": 64},
+    "one group": {"T": 17, "S": 300, "N": 6, "K": 1, "H": 33, "Hv": 24},
+    "many tiles": {"B": 2, "T": 200, "S": 600, "N": 3, "K": 1, "H": 16},
+    "more queries than keys": {"T": 130, "S": 77, "N": 2, "H": 100, "Hv": 20},
+    "primes": {"T": 211, "S": 257, "N": 2, "H": 31, "Hv": 67},
+    "wide heads": {"T": 40, "N": 2, "H": 257, "Hv": 160},
+    "narrow heads": {"T": 300, "N": 4, "K": 2, "H": 2, "Hv": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_result_and_lse(size, dtype):
+    q, k, v = qkv(**size, dtype=dtype)
+    B, T, S = len(q), q.shape[1], k.shape[1]
+    rng = np.random.default_rng(3)
+    query_lengths, key_lengths = rng.integers(0, T + 1, B), rng.integers(0, S + 1, B)
+    for options in (
+        {},
+        {"is_causal": True, "query_offset": 0},
+        {"is_causal": True, "query_offset": S - T},
+        {"key_value_seq_lengths": key_lengths},
+        {
+            "is_causal": True,
+            "query_offset": rng.integers(-T, S, B),
+            "query_seq_lengths": query_lengths,
+            "key_value_seq_lengths": key_lengths,
+        },
+    ):
+        got = dot_product_attention(q, k, v, return_lse=True, **options)
+        check_attention(got, q, k, v, **options)
+        assert same_bits(dot_product_attention(q, k, v, **options), got[0])
+
+
+def test_every_length_around_the_blocks_of_keys():
+    for S in [*range(1, 36), 63, 64, 65, 255, 256, 257, 511, 512, 513]:
+        q, k, v = qkv(T=3, S=S, H=12, seed=S)
+        check_attention(dot_product_attention(q, k, v, return_lse=True), q, k, v)
+
+
+def test_every_number_of_rows_around_the_tiles():
+    for T in [*range(1, 20), 31, 32, 33, 191, 192, 193, 385]:
+        q, k, v = qkv(T=T, N=1, H=8, seed=T)
+        got = dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+        check_attention(got, q, k, v, is_causal=True)
+
+
+def test_inputs_without_batch_axis():
+    q, k, v = qkv(T=9, S=30, N=4, K=2)
+    out, lse = dot_product_attention(q, k, v, return_lse=True)
+    out_3, lse_3 = dot_product_attention(q[0], k[0], v[0], return_lse=True)
+    assert same_bits(out_3, out[0])
+    assert same_bits(lse_3, lse[0])
+    options = {
+        "is_causal": True,
+        "query_offset": np.array([3]),
+        "query_seq_lengths": np.array([7]),
+        "key_value_seq_lengths": np.array([20]),
+    }
+    target = np.empty_like(out_3)
+    got = dot_product_attention(q[0], k[0], v[0], out=target, **options)
+    assert got is target
+    assert same_bits(got, dot_product_attention(q, k, v, **options)[0])
+
+
+def test_query_head_n_uses_key_head_n_over_group():
+    for N, K in ((6, 2), (6, 3), (8, 1), (12, 4)):
+        q, k, v = qkv(T=4, S=6, N=N, K=K, H=8)
+        out = dot_product_attention(q, k, v)
+        for n in range(N):
+            head = slice(n // (N // K), n // (N // K) + 1)
+            one = dot_product_attention(q[:, :, n : n + 1], k[:, :, head], v[:, :, head])
+            assert same_bits(one, np.ascontiguousarray(out[:, :, n : n + 1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", ["B", "T", "N"])
+def test_empty_queries_give_empty_results(axis, dtype):
+    size = {"B": 2, "T": 3, "S": 4, "N": 2, "K": 2, "H": 8, "Hv": 5, axis: 0}
+    size["K"] = min(size["K"], size["N"]) or 1
+    out, lse = dot_product_attention(*qkv(**size, dtype=dtype), return_lse=True)
+    assert out.shape == (size["B"], size["T"], size["N"], 5)
+    assert lse.shape == out.shape[:3]
+    assert out.dtype == lse.dtype == dtype
+
+
+def test_no_keys_no_width_no_values():
+    q, k, v = qkv(B=2, T=3, S=0, N=4, K=2, H=8, Hv=5)
+    for options in ({}, {"is_causal": True}):
+        out, lse = dot_product_attention(q, k, v, return_lse=True, **options)
+        assert out.shape == (2, 3, 4, 5)
+        assert not out.any()
+        assert (lse == -INF).all()
+    q, k, v = qkv(T=3, S=7, N=4, K=2, H=0, Hv=5)  # all scores are 0
+    out, lse = dot_product_attention(q, k, v, return_lse=True)
+    check_attention((out, lse), q, k, v)
+    q, k, v = qkv(T=3, S=7, N=4, K=2, H=8, Hv=0)
+    out, lse = dot_product_attention(q, k, v, return_lse=True)
+    assert out.shape == (1, 3, 4, 0)
+    check_attention((out, lse), q, k, v)
+    out, lse = dot_product_attention(*qkv(T=3, N=0, K=0), return_lse=True)
+    assert out.shape == (1, 3, 0, 8)
+    assert lse.shape == (1, 3, 0)
+
+
+# ------------------------------------------------------------------ which keys are seen
+
+
+def seen(T, S, **options):
+    """[B, T, S]: the keys that a call sees, read off equal weights on values of their own."""
+    B = options.pop("B", 1)
+    q, k = np.zeros((B, T, 1, 4)), np.zeros((B, S, 1, 4))
+    v = np.broadcast_to(np.eye(S)[:, None], (B, S, 1, S))
+    out, lse = dot_product_attention(q, k, v, return_lse=True, **options)
+    count = (out[:, :, 0] > 0).sum(axis=-1)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse[..., 0], np.log(count), rtol=1e-14)
+    return out[:, :, 0] > 0
+
+
+def test_causal_defaults_to_offset_zero_for_equal_lengths():
+    for S in (1, 2, 40, 300):
+        np.testing.assert_array_equal(seen(S, S, is_causal=True)[0], np.tri(S))
+
+
+@pytest.mark.parametrize("T, S", [(1, 8), (3, 40), (40, 3), (70, 300), (300, 70)])
+def test_causal_offset_is_the_position_of_the_first_query(T, S):
+    for offset in (0, 1, S - T, -1, -T, S, 10**6, -(10**6), 1 << 60, -(1 << 60)):
+        expected = np.arange(S) <= np.arange(T)[:, None] + offset
+        np.testing.assert_array_equal(seen(T, S, is_causal=True, query_offset=offset)[0], expected)
+
+
+def test_causal_offset_for_each_sequence():
+    for dtype in (np.int64, np.int32, np.int8):
+        offset = np.array([0, 5, -3, 20], dtype)
+        expected = visible(4, 6, 20, is_causal=True, query_offset=offset)
+        got = seen(6, 20, B=4, is_causal=True, query_offset=offset)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_offset_means_nothing_without_causal():
+    q, k, v = qkv(T=4, S=9)
+    assert same_bits(
+        dot_product_attention(q, k, v, query_offset=-7), dot_product_attention(q, k, v)
+    )
+
+
+@pytest.mark.parametrize("T, S", [(4, 9), (9, 4)])
+def test_causal_with_unequal_lengths_asks_for_the_offset(T, S):
+    q, k, v = qkv(T=T, S=S)
+    with pytest.raises(ValueError, match="query_offset") as error:
+        dot_product_attention(q, k, v, is_causal=True)
+    message = str(error.value)
+    assert "0 aligns" in message
+    assert f"S - T = {S - T}" in message
+    assert f"T = {T}" in message
+    # Lengths of the sequences do not stand in for it.
+    with pytest.raises(ValueError, match="query_offset"):
+        dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=np.array([min(T, S)]))
+
+
+def test_key_lengths_equal_slices_bit_for_bit():
+    q, k, v = qkv(B=5, T=6, S=300, N=4, K=2)
+    lengths = [300, 1, 33, 256, 0]
+    for dtype in (np.int64, np.int32, np.uint8):
+        n = np.array([min(x, 255) for x in lengths] if dtype == np.uint8 else lengths, dtype)
+        out, lse = dot_product_attention(q, k, v, key_value_seq_lengths=n, return_lse=True)
+        for b in range(5):
+            one = dot_product_attention(q[b], k[b, : n[b]], v[b, : n[b]], return_lse=True)
+            assert same_bits(one[0], out[b])
+            assert same_bits(one[1], lse[b])
+
+
+def test_lengths_do_not_move_the_offset():
+    n = np.array([3, 5])
+    got = seen(5, 5, B=2, is_causal=True, key_value_seq_lengths=n, query_seq_lengths=n)
+    expected = np.tri(5, dtype=bool) & (np.arange(5) < n[:, None, None])
+    expected &= (np.arange(5) < n[:, None])[..., None]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity(dtype):
+    q, k, v = qkv(B=3, T=70, S=300, N=4, K=2, dtype=dtype)
+    options = {
+        "is_causal": True,
+        "query_offset": np.array([-20, -300, 0]),
+        "query_seq_lengths": np.array([50, 70, 0]),
+    }
+    out, lse = dot_product_attention(q, k, v, return_lse=True, **options)
+    blind = np.ones((3, 70), bool)
+    blind[0, 20:50] = False
+    assert not out[blind].any()
+    assert (lse[blind] == -INF).all()
+    assert np.isfinite(lse[~blind]).all()
+    check_attention((out, lse), q, k, v, **options)
+
+
+# ------------------------------------------------------------------ NaN, infinity, extreme numbers
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("Hv", [16, 5])
+@pytest.mark.parametrize("T", [1, 6, 100])
+def test_what_is_not_seen_changes_no_bit(T, Hv, bad):
+    S = 300
+    q, k, v = qkv(B=2, T=T, S=S, N=4, K=2, H=8, Hv=Hv)
+    lengths = np.array([37, 256])
+    for options in (
+        {"key_value_seq_lengths": lengths},
+        {"is_causal": True, "query_offset": np.array([40, 5])},
+        {"is_causal": True, "query_offset": 100, "key_value_seq_lengths": lengths},
+        {"query_seq_lengths": np.array([T // 2, 0]), "key_value_seq_lengths": lengths},
+    ):
+        sees = visible(
+            2,
+            T,
+            S,
+            is_causal=options.get("is_causal", False),
+            query_offset=options.get("query_offset"),
+            query_lengths=options.get("query_seq_lengths"),
+            key_lengths=options.get("key_value_seq_lengths"),
+        )
+        clean = dot_product_attention(q, k, v, return_lse=True, **options)
+        q_bad, k_bad, v_bad = q.copy(), k.copy(), v.copy()
+        q_bad[~sees.any(axis=2)] = bad
+        k_bad[~sees.any(axis=1)] = v_bad[~sees.any(axis=1)] = bad
+        got = dot_product_attention(q_bad, k_bad, v_bad, return_lse=True, **options)
+        for a, b in zip(got, clean, strict=True):
+            assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("Hv", [16, 5])
+def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(Hv, bad):
+    q, k, v = qkv(T=70, S=70, N=4, K=2, H=8, Hv=Hv)
+    q = np.abs(q)
+    clean = dot_product_attention(q, k, v, is_causal=True)
+
+    def differing(q, k, v):
+        out = dot_product_attention(q, k, v, is_causal=True)
+        with np.errstate(all="ignore"):
+            expected = reference.dot_product_attention(q, k, v, is_causal=True)
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(expected))
+        infinite = np.isinf(expected)
+        np.testing.assert_array_equal(out[infinite], expected[infinite])
+        return ~np.equal(out, clean)
+
+    for j in (0, 15, 16, 33, 69):
+        touched = np.zeros(clean.shape, bool)
+        v_bad = v.copy()
+        v_bad[0, j, 1, 3] = bad
+        touched[0, j:, 2:, 3] = True
+        np.testing.assert_array_equal(differing(q, k, v_bad), touched)
+
+        q_bad = q.copy()
+        q_bad[0, j, 1] = bad
+        if np.isnan(bad):
+            touched[:] = False
+            touched[0, j, 1] = True
+            np.testing.assert_array_equal(differing(q_bad, k, v), touched)
+
+        k_bad = k.copy()
+        k_bad[0, j, 1] = bad
+        touched[:] = False
+        touched[0, j:, 2:] = True
+        got = differing(q, k_bad, v)
+        assert not got[~touched].any()
+        # A key of -inf has the score -inf: it weighs nothing, but others weigh more.
+        assert got[touched].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_with_a_payload_is_nan(dtype):
+    """Not every NaN is np.nan: R's NA has the payload 1954, and arithmetic keeps it."""
+    bits = {4: np.uint32, 8: np.uint64}[np.dtype(dtype).itemsize]
+    for payload in (1, 3, 0x7A2):
+        for which in range(3):
+            inputs = qkv(T=4, S=9, dtype=dtype)
+            bad = inputs[which][0, 2, 1, 3:4].view(bits)
+            bad[:] = np.array(NAN, dtype).view(bits) | bits(payload)
+            out = dot_product_attention(*inputs)
+            expected = reference.dot_product_attention(*inputs)
+            np.testing.assert_array_equal(np.isnan(out), np.isnan(expected))
+            assert np.isnan(out).any()
+
+
+def test_scores_of_any_size():
+    """Rising by far more than the range of exp from block to block of keys, or all far below 0."""
+    rng = np.random.default_rng(0)
+    S = 5 * 256 + 7
+    for heights in (np.arange(S), np.arange(S)[::-1], rng.permutation(S), -1e6 + np.zeros(S)):
+        q, k, v = qkv(T=3, S=S, N=2, H=4)
+        q[..., 0], k[..., 0] = 1, heights[:, None] / 2
+        for scale in (1.0, 80.0, 1e-3):
+            got = dot_product_attention(q, k, v, scale=scale, return_lse=True)
+            check_attention(got, q, k, v, scale=scale)
+            assert np.isfinite(got[0]).all()
+
+
+def test_a_key_far_below_the_maximum_weighs_exactly_nothing():
+    q, k, v = qkv(T=3, S=70, N=2, H=8)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, 1::2, :, 0] = -200
+    v[:, 1::2] = 1e38
+    got = dot_product_attention(q, k, v, scale=1.0)
+    check_attention(got, q, k[:, ::2], v[:, ::2], scale=1.0)
+
+
+def test_lse_is_a_natural_logarithm_of_the_parts_that_it_joins():
+    q, k, v = qkv(B=2, T=6, S=600, N=4, K=2, dtype=np.float64)
+    whole, lse = dot_product_attention(q, k, v, return_lse=True)
+    parts = [
+        dot_product_attention(q, k[:, a:b], v[:, a:b], return_lse=True)
+        for a, b in itertools.pairwise((0, 100, 356, 600))
+    ]
+    weights = [np.exp(part_lse - lse) for _, part_lse in parts]
+    np.testing.assert_allclose(sum(weights), 1, rtol=1e-13)
+    joined = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
+    np.testing.assert_allclose(joined, whole, rtol=0, atol=1e-13)
+
+
+def test_lse_of_one_key_is_its_score():
+    q, k, v = qkv(T=1, S=1, N=2, H=4, dtype=np.float64)
+    _, lse = dot_product_attention(q, k, v, return_lse=True)
+    np.testing.assert_allclose(lse, (q * k).sum(axis=-1) / 2, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "scale", [0, 0.0, 1, -1.5, 1e-3, np.float32(0.3), np.float64(0.3), np.array(0.3), True]
+)
+def test_scale_is_used_as_given(scale):
+    for T, S in ((1, 9), (4, 300)):
+        q, k, v = qkv(T=T, S=S, H=16)
+        got = dot_product_attention(q, k, v, scale=scale, return_lse=True)
+        check_attention(got, q, k, v, scale=float(scale))
+        if scale == 0:
+            np.testing.assert_allclose(got[1], np.log(S), rtol=1e-6)
+
+
+def test_scale_defaults_to_one_over_the_root_of_the_head_width():
+    q, k, v = qkv(H=9, dtype=np.float64)
+    default = dot_product_attention(q, k, v)
+    assert same_bits(dot_product_attention(q, k, v, scale=1 / np.sqrt(9)), default)
+
+
+# ------------------------------------------------------------------ arrays as they come
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "size",
+    [
+        {"B": 2, "T": 5, "S": 7, "N": 4, "K": 2, "H": 8, "Hv": 8},
+        {"B": 2, "T": 33, "S": 40, "N": 2, "K": 2, "H": 16, "Hv": 32},
+        {"B": 1, "T": 1, "S": 300, "N": 2, "K": 1, "H": 7, "Hv": 3},
+    ],
+    ids=["small", "whole vectors", "one query"],
+)
+def test_every_layout_gives_the_same_bits(size, dtype):
+    arrays = qkv(**size, dtype=dtype)
+    options = {"is_causal": True, "query_offset": 4}
+    expected = dot_product_attention(*arrays, **options)
+    for name, change in LAYOUTS.items():
+        changed = [change(a) for a in arrays]
+        for which in ((0,), (1,), (2,), (0, 1, 2)):
+            mixed = [changed[i] if i in which else arrays[i] for i in range(3)]
+            before = [a.tobytes() for a in mixed]
+            assert same_bits(dot_product_attention(*mixed, **options), expected), (name, which)
+            assert [a.tobytes() for a in mixed] == before
+
+
+def test_broadcast_inputs():
+    q, k, v = qkv(B=1, T=4, S=40, N=1, H=16)
+    shape = (3, 4, 6, 16)
+    wide = [np.broadcast_to(a, (3, a.shape[1], 6, 16)) for a in (q, k, v)]
+    out = dot_product_attention(*wide)
+    assert same_bits(out, np.broadcast_to(dot_product_attention(q, k, v), shape).copy())
+    row = np.broadcast_to(random(0, 16), (2, 40, 2, 16))  # all keys and values the same
+    np.testing.assert_allclose(dot_product_attention(row[:, :4], row, row), row[:, :4], rtol=1e-5)
+    column = np.broadcast_to(random(0, 1, 40, 2, 1), (1, 40, 2, 16))
+    got = dot_product_attention(column[:, :7], column, column)
+    check_attention(got, column[:, :7], column, column)
+
+
+def test_nested_lists_and_subclasses_are_arrays_too():
+    q, k, v = qkv(T=2, dtype=np.float64)
+    expected = dot_product_attention(q, k, v)
+    assert same_bits(dot_product_attention(q.tolist(), k.tolist(), v.tolist()), expected)
+
+    class Sub(np.ndarray):
+        pass
+
+    assert same_bits(dot_product_attention(*(a.view(Sub) for a in (q, k, v))), expected)
+
+
+# ------------------------------------------------------------------ out
+
+
+@pytest.mark.parametrize("Hv", [5, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_of_any_strides(dtype, Hv):
+    q, k, v = qkv(B=2, T=9, S=40, N=4, K=2, H=8, Hv=Hv, dtype=dtype)
+    expected = dot_product_attention(q, k, v)
+    for name in WRITABLE:
+        view = LAYOUTS[name](np.full_like(expected, NAN))
+        got = dot_product_attention(q, k, v, out=view)
+        assert got is view
+        assert same_bits(view.copy(order="C"), expected), name
+
+
+def test_nothing_is_written_around_out():
+    q, k, v = qkv(B=2, T=9, S=40, N=4, K=2, H=8, Hv=5)
+    memory = np.full((4, 11, 6, 9), 7.0, np.float32)
+    inside = (slice(1, 3), slice(1, 10), slice(1, 5), slice(2, 7))
+    dot_product_attention(q, k, v, out=memory[inside])
+    assert same_bits(memory[inside].copy(), dot_product_attention(q, k, v))
+    memory[inside] = 7
+    assert (memory == 7).all()
+
+
+def test_out_that_overlaps_an_input_is_refused():
+    for which, name in enumerate("qkv"):
+        arrays = list(qkv(T=6, N=2, H=8))
+        before = arrays[which].copy()
+        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+            dot_product_attention(*arrays, out=arrays[which])
+        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+            dot_product_attention(*arrays, out=arrays[which][:, ::-1])
+        assert same_bits(arrays[which], before)
+
+
+def test_out_interleaved_with_an_input_does_not_overlap_it():
+    q, k, v = qkv(T=6, N=2, H=8)
+    both = np.empty((1, 6, 2, 16), np.float32)
+    both[..., :8] = q
+    out = dot_product_attention(both[..., :8], k, v, out=both[..., 8:])
+    assert same_bits(out.copy(), dot_product_attention(q, k, v))
+    assert same_bits(both[..., :8].copy(), q)
+
+
+# ------------------------------------------------------------------ bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_number_of_threads(dtype):
+    q, k, v = qkv(B=2, T=300, S=400, N=4, K=2, H=32, dtype=dtype)
+    for options in ({}, {"is_causal": True, "query_offset": 100}):
+        one = dot_product_attention(q, k, v, num_threads=1, return_lse=True, **options)
+        for threads in (2, 3, 7):
+            got = dot_product_attention(q, k, v, num_threads=threads, return_lse=True, **options)
+            assert same_bits(got[0], one[0])
+            assert same_bits(got[1], one[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_rest_of_the_batch(dtype):
+    q, k, v = qkv(B=9, T=37, S=300, N=4, K=2, H=24, dtype=dtype)
+    whole = dot_product_attention(q, k, v)
+    for b in range(9):
+        assert same_bits(dot_product_attention(q[b], k[b], v[b]), whole[b])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_queries_beside_it(dtype):
+    q, k, v = qkv(T=300, N=6, K=2, H=24, dtype=dtype)
+    whole, lse = dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    for begin, end in ((0, 1), (17, 18), (255, 258), (100, 300), (299, 300)):
+        got = dot_product_attention(
+            q[:, begin:end], k, v, is_causal=True, query_offset=begin, return_lse=True
+        )
+        assert same_bits(got[0], np.ascontiguousarray(whole[:, begin:end]))
+        assert same_bits(got[1], np.ascontiguousarray(lse[:, begin:end]))
+        # Keys that no query sees may as well be absent.
+        cut = dot_product_attention(
+            q[:, begin:end], k[:, :end], v[:, :end], is_causal=True, query_offset=begin
+        )
+        assert same_bits(cut, got[0])
+
+
+def test_bits_do_not_depend_on_where_the_arrays_lie():
+    arrays = qkv(B=1, T=20, S=300, N=2, H=16)
+    expected = dot_product_attention(*arrays)
+    for offset in range(0, 17):
+        moved = []
+        for a in arrays:
+            memory = np.empty(a.size + GUARD, a.dtype)
+            moved.append(memory[offset : offset + a.size].reshape(a.shape))
+            moved[-1][...] = a
+        assert same_bits(dot_product_attention(*moved), expected)
+
+
+# ------------------------------------------------------------------ threads, processes, memory
+
+
+def test_calls_from_several_python_threads_at_once():
+    jobs = [qkv(T=150 + i, S=333 + i, N=4, K=2, H=24, seed=i) for i in range(6)]
+    expected = [dot_product_attention(*job, num_threads=1) for job in jobs]
+
+    def work(i):
+        for round_ in range(10):
+            got = dot_product_attention(*jobs[i], num_threads=1 + (i + round_) % 3)
+            if not same_bits(got, expected[i]):
+                return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(6), timeout=120))
+
+
+def run_python(isa, code, timeout=120, **environment):
+    """Runs code in a process of its own on that instruction set; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "TILEATTN_ISA": isa, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_can_call(isa):
+    """libgomp's threads do not survive a fork; without care the child waits for them for ever."""
+    run_python(
+        isa,
+        """
+        import os
+        import numpy as np
+        import tileattn
+
+        def attend():
+            return tileattn.dot_product_attention(q, k, v, num_threads=2).tobytes()
+
+        q, k, v = np.random.default_rng(0).standard_normal((3, 2, 300, 4, 32))
+        expected = attend()
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                grandchild = os.fork()
+                same = attend() == expected
+                if grandchild:
+                    same = same and os.waitpid(grandchild, 0)[1] == 0
+                os._exit(0 if same else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert attend() == expected
+        """,
+        timeout=60,
+    )
+
+
+@pytest.mark.any_isa  # the loops lay out this memory, not the kernels
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's counters")
+def test_memory_of_a_long_call_is_that_of_its_tiles(isa):
+    """16384 x 16384 scores of 4 heads would be 4 GiB."""
+    grown = run_python(
+        isa,
+        """
+        import numpy as np
+        import tileattn
+
+        def peak():  # of this program only: ru_maxrss starts with that of the parent
+            with open("/proc/self/status") as status:
+                return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+        q, k, v = (np.full((1, 16384, 4, 64), x, np.float32) for x in (0.1, 0.2, 0.3))
+        out = np.ones_like(q)
+        tileattn.dot_product_attention(q[:, :64], k[:, :64], v[:, :64], num_threads=2)
+        before = peak()
+        tileattn.dot_product_attention(q, k, v, is_causal=True, out=out, num_threads=2)
+        assert abs(out - 0.3).max() < 1e-3
+        print(peak() - before)
+        """,
+    )
+    assert int(grown) < 32 * 1024
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mprotect")
+def test_no_byte_outside_the_arrays_is_touched(isa):
+    """Each array ends, or begins, at a page that must not be read."""
+    run_python(
+        isa,
+        """
+        import ctypes, itertools, mmap
+        import numpy as np
+        import tileattn
+
+        PAGE = mmap.PAGESIZE
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def fenced(a, at_end):
+            size = -(-max(a.nbytes, 1) // PAGE) * PAGE
+            memory = mmap.mmap(-1, size + 2 * PAGE)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            for fence in (start, start + PAGE + size):
+                assert libc.mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(PAGE), 0) == 0
+            offset = PAGE + (size - a.nbytes if at_end else 0)
+            inside = np.frombuffer(memory, a.dtype, a.size, offset).reshape(a.shape)
+            inside[...] = a
+            return inside
+
+        rng = np.random.default_rng(0)
+        for dtype, at_end in itertools.product((np.float32, np.float64), (True, False)):
+            for T, S, N, K, H, Hv in (
+                (1, 1, 1, 1, 1, 1), (3, 5, 2, 1, 7, 5), (17, 300, 4, 2, 33, 16),
+                (9, 40, 2, 2, 64, 64), (40, 31, 3, 1, 15, 67),
+            ):
+                q = fenced(rng.standard_normal((1, T, N, H)).astype(dtype), at_end)
+                k = fenced(rng.standard_normal((1, S, K, H)).astype(dtype), at_end)
+                v = fenced(rng.standard_normal((1, S, K, Hv)).astype(dtype), at_end)
+                out = fenced(np.zeros((1, T, N, Hv), dtype), at_end)
+                for options in ({}, {"is_causal": True, "query_offset": S // 2}):
+                    tileattn.dot_product_attention(q, k, v, out=out, return_lse=True, **options)
+
+            for M, D, N, K, H, Hv in (
+                (1, 1, 1, 1, 1, 1), (3, 7, 2, 1, 5, 3), (20, 33, 4, 2, 16, 17),
+            ):
+                w_q, w_k, w_v, w_o = (
+                    fenced(rng.standard_normal(shape).astype(dtype), at_end)
+                    for shape in ((D, N, H), (D, K, H), (D, K, Hv), (N, Hv, D))
+                )
+                b_q, b_k, b_v, b_o, weight, bias = (
+                    fenced(rng.standard_normal(shape).astype(dtype), at_end)
+                    for shape in ((N, H), (K, H), (K, Hv), D, D, D)
+                )
+                norm = tileattn.LayerNorm(weight, bias)
+                x = fenced(rng.standard_normal((1, M, D)).astype(dtype), at_end)
+                out = fenced(np.zeros((1, M, D), dtype), at_end)
+                tileattn.attention_block(
+                    x, w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, norm=norm, out=out
+                )
+                norm(x, residual=fenced(x, at_end), out=out)
+        """,
+    )
+
+
+# ------------------------------------------------------------------ random calls
+
+
+def integers(values):
+    return np.array(values, np.int64)
+
+
+@st.composite
+def calls(draw):
+    """Inputs of random shape, dtype and layout, and options that fit them."""
+    sizes = st.integers(0, 70)
+    B, K, G = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    T, S, H, Hv = draw(sizes), draw(sizes | st.integers(250, 262)), draw(sizes), draw(sizes)
+    dtype = draw(st.sampled_from(DTYPES))
+    arrays = []
+    for i, shape in enumerate(((B, T, K * G, H), (B, S, K, H), (B, S, K, Hv))):
+        values = random(draw(st.integers(0, 9)) + i, *shape, dtype=dtype)
+        arrays.append(LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](values))
+    options = {
+        "is_causal": draw(st.booleans()),
+        "scale": draw(st.none() | st.floats(-2, 2, width=32)),
+        "query_offset": draw(
+            st.none()
+            | st.integers(-80, 80)
+            | st.lists(st.integers(-80, 80), min_size=B, max_size=B).map(integers)
+        ),
+    }
+    if options["is_causal"] and T != S and options["query_offset"] is None:
+        options["query_offset"] = S - T
+    for name, limit in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+        some = st.lists(st.integers(0, limit), min_size=B, max_size=B).map(integers)
+        options[name] = draw(st.none() | some)
+    return arrays, options
+
+
+@given(calls(), st.integers(1, 3), st.booleans())
+def test_random_calls(call, num_threads, with_out):
+    (q, k, v), options = call
+    out = np.full((*q.shape[:3], v.shape[3]), NAN, q.dtype.newbyteorder("="))
+    extra = {"out": out} if with_out else {}
+    got = dot_product_attention(
+        q, k, v, return_lse=True, num_threads=num_threads, **extra, **options
+    )
+    check_attention(got, q, k, v, **options)
+
+
+@given(calls(), st.data())
+def test_random_calls_with_numbers_that_are_not_finite(call, data):
+    """NaN and infinities appear where the reference has them, and nowhere else."""
+    (q, k, v), options = call
+    if options["scale"] is not None:
+        options["scale"] /= 8  # no weight so small that float32 has only 0 for it: 0 * inf is NaN
+    arrays = []
+    for a in (q, k, v):
+        a = a.astype(a.dtype.newbyteorder("="))
+        if a.size:
+            places = st.lists(st.integers(0, a.size - 1), max_size=3)
+            np.put(a, data.draw(places), data.draw(st.sampled_from([NAN, INF, -INF])))
+        arrays.append(a)
+    out, lse = dot_product_attention(*arrays, return_lse=True, **options)
+    expected, expected_lse = reference.dot_product_attention(*arrays, return_lse=True, **options)
+    for a, b in ((out, expected), (lse, expected_lse)):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        np.testing.assert_array_equal(a[np.isinf(b)], b[np.isinf(b)])
+        np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
+
+
+def test_isa_under_test_is_the_active_one(isa):
+    assert tileattn.isa() == isa

@@ -1,0 +1,537 @@
+"""AttentionBlock, attention_block and LayerNorm: every promise of their documentation."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tileattn
+from tests.oracle import (
+    LAYOUTS,
+    WRITABLE,
+    check,
+    check_block,
+    higher,
+    layer_norm,
+    layer_norm_floor,
+    random,
+    same_bits,
+)
+from tileattn import AttentionBlock, LayerNorm, _core, attention_block, reference
+
+DTYPES = [np.float32, np.float64]
+
+
+class Sizes(dict):
+    """D, Dc, N, K, H, Hv of a block."""
+
+    def __init__(self, D=24, N=4, K=2, H=8, Hv=None, Dc=None):
+        super().__init__(D=D, N=N, K=K, H=H, Hv=Hv or H, Dc=Dc or D)
+
+    def weights(self, dtype=np.float32, seed=0):
+        D, N, K, H, Hv, Dc = (self[letter] for letter in ("D", "N", "K", "H", "Hv", "Dc"))
+        shapes = (D, N, H), (Dc, K, H), (Dc, K, Hv), (N, Hv, D)
+        depths = D, Dc, Dc, N * Hv
+        return [
+            (random(seed + i, *shape) / np.sqrt(depth)).astype(dtype)
+            for i, (shape, depth) in enumerate(zip(shapes, depths, strict=True))
+        ]
+
+    def biases(self, dtype=np.float32, seed=10):
+        D, N, K, H, Hv = (self[letter] for letter in ("D", "N", "K", "H", "Hv"))
+        shapes = {"b_q": (N, H), "b_k": (K, H), "b_v": (K, Hv), "b_o": (D,)}
+        return {
+            name: random(seed + i, *shape, dtype=dtype)
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+
+def norm_of(D, dtype=np.float32, eps=1e-5):
+    """A LayerNorm, and what the oracle takes for it."""
+    parts = (1 + random(20, D, dtype=dtype) / 4, random(21, D, dtype=dtype), eps)
+    return LayerNorm(*parts), parts
+
+
+PLAIN = (None, None, 1e-5)
+
+SIZES = {
+    "one of each": Sizes(D=1, N=1, K=1, H=1),
+    "small": Sizes(),
+    "odd": Sizes(D=33, N=3, K=1, H=11, Hv=5),
+    "whole vectors": Sizes(D=64, N=4, K=4, H=16),
+    "two slices of depth": Sizes(D=520, N=9, K=3, H=60),
+}
+
+
+# ------------------------------------------------------------------ against the oracle
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_block(sizes, dtype):
+    weights, (norm, parts) = sizes.weights(dtype), norm_of(sizes["D"], dtype)
+    x = random(30, 2, 19, sizes["D"], dtype=dtype)
+    for is_causal in (False, True):
+        block = AttentionBlock(*weights, is_causal=is_causal)
+        check_block(block(x), x, *weights, norm=PLAIN, is_causal=is_causal)
+    everything = sizes.biases(dtype)
+    block = AttentionBlock(*weights, **everything, norm=norm, is_causal=True)
+    check_block(block(x), x, *weights, **everything, norm=parts, is_causal=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 13, 14, 15, 27, 29, 55, 57, 111, 113, 225])
+def test_every_number_of_rows_around_the_tiles(rows):
+    sizes = Sizes(D=40, N=2, K=1, H=12)
+    weights, x = sizes.weights(), random(30, 1, rows, 40)
+    check_block(attention_block(x, *weights), x, *weights, norm=PLAIN)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+def test_biases_norm_and_residual_alone_and_together(norm, residual):
+    sizes = Sizes(D=20, N=4, K=2, H=5, Hv=3)
+    weights, biases, x = sizes.weights(), sizes.biases(), random(30, 2, 9, 20)
+    norm, parts = norm_of(20) if norm else (None, None)
+    for count in range(5):
+        for names in itertools.combinations(biases, count):
+            some = {name: biases[name] for name in names}
+            got = attention_block(x, *weights, **some, norm=norm, residual=residual)
+            check_block(got, x, *weights, **some, norm=parts, residual=residual)
+
+
+def test_parts_of_a_norm():
+    sizes = Sizes()
+    weights, x = sizes.weights(), random(30, 2, 9, 24)
+    _, (weight, bias, _) = norm_of(24)
+    for parts in ((weight, None, 1e-5), (None, bias, 1e-5), (None, None, 0.5), (weight, bias, 0.0)):
+        got = attention_block(x, *weights, norm=LayerNorm(*parts))
+        check_block(got, x, *weights, norm=parts)
+
+
+@pytest.mark.parametrize("Dc", [24, 17, 64])
+def test_cross_attention(Dc):
+    sizes = Sizes(D=24, Dc=Dc)
+    weights, biases = sizes.weights(), sizes.biases()
+    block = AttentionBlock(*weights, **biases)
+    assert block.context_dim == Dc
+    for T, S in ((5, 40), (40, 5), (1, 1), (3, 300)):
+        x, context = random(30, 2, T, 24), random(31, 2, S, Dc)
+        got = block(x, context=context)
+        check_block(got, x, *weights, **biases, norm=PLAIN, context=context)
+        assert same_bits(block(x[0], context=context[0]), got[0])
+        options = {"key_value_seq_lengths": np.array([S, S // 2])}
+        got = block(x, context=context, **options)
+        check_block(got, x, *weights, **biases, norm=PLAIN, context=context, **options)
+    if Dc == 24:
+        assert same_bits(block(x, context=x), block(x))
+
+
+def test_causal_cross_attention_needs_an_offset():
+    weights = Sizes().weights()
+    x, context = random(30, 2, 5, 24), random(31, 2, 9, 24)
+    block = AttentionBlock(*weights, is_causal=True)
+    with pytest.raises(ValueError, match="query_offset"):
+        block(x, context=context)
+    for offset in (4, np.array([0, 7])):
+        got = block(x, context=context, query_offset=offset)
+        check_block(
+            got, x, *weights, norm=PLAIN, context=context, is_causal=True, query_offset=offset
+        )
+
+
+def test_lengths():
+    sizes = Sizes()
+    weights, biases, x = sizes.weights(), sizes.biases(), random(30, 3, 12, 24)
+    n = np.array([12, 5, 0])
+    options = {"query_seq_lengths": n, "key_value_seq_lengths": n}
+    got = attention_block(x, *weights, **biases, **options)
+    check_block(got, x, *weights, **biases, norm=PLAIN, **options)
+    # Beyond its length a row attends to nothing: norm(x + b_o).
+    only = layer_norm(x + biases["b_o"], None, None, 1e-5, np.float64)
+    np.testing.assert_allclose(got[1, 5:], only[1, 5:], atol=1e-5)
+    garbage = x.copy()
+    garbage[1, 5:] = np.nan
+    assert same_bits(attention_block(garbage, *weights, **biases, **options)[1, :5], got[1, :5])
+
+
+def test_scale():
+    sizes = Sizes()
+    weights, x = sizes.weights(), random(30, 2, 12, 24)
+    for scale in (0, -1.5, np.float32(0.3)):
+        got = attention_block(x, *weights, scale=scale)
+        check_block(got, x, *weights, norm=PLAIN, scale=float(scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_the_reference(dtype):
+    sizes = Sizes(D=31, N=6, K=3, H=7, Hv=9, Dc=12)
+    weights, biases = sizes.weights(dtype), sizes.biases(dtype)
+    norm, _ = norm_of(31, dtype)
+    x, context = random(30, 2, 12, 31, dtype=dtype), random(31, 2, 20, 12, dtype=dtype)
+    options = {
+        **biases,
+        "norm": norm,
+        "scale": 0.4,
+        "is_causal": True,
+        "context": context,
+        "query_offset": np.array([2, 9]),
+        "query_seq_lengths": np.array([12, 7]),
+        "key_value_seq_lengths": np.array([9, 20]),
+    }
+    got = attention_block(x, *weights, **options)
+    expected = reference.attention_block(x, *weights, **options)
+    assert got.dtype == expected.dtype == dtype
+    np.testing.assert_allclose(got, expected, rtol=0, atol=100 * np.finfo(dtype).eps)
+
+
+def test_nan_reaches_the_rows_that_see_it():
+    sizes = Sizes()
+    x = random(30, 2, 12, 24)
+    x[1, 4, 3] = np.nan
+    got = attention_block(x, *sizes.weights(), is_causal=True)
+    expected = np.zeros(x.shape, bool)
+    expected[1, 4:] = True
+    np.testing.assert_array_equal(np.isnan(got), expected)
+
+
+# ------------------------------------------------------------------ bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_bits_do_not_depend_on_how_many_come_with_it(dtype):
+    sizes = Sizes(D=520, N=4, K=2, H=40, Hv=20)
+    weights, biases = sizes.weights(dtype), sizes.biases(dtype)
+    norm, _ = norm_of(520, dtype)
+    block = AttentionBlock(*weights, **biases, norm=norm)
+    x, context = random(30, 1, 300, 520, dtype=dtype), random(31, 1, 70, 520, dtype=dtype)
+    whole = block(x, context=context, num_threads=1)
+    for threads in (1, 2, 3, 7):
+        for rows in (1, 3, 16, 17, 300):
+            for start in {0, 300 - rows}:
+                part = slice(start, start + rows)
+                got = block(x[:, part], context=context, num_threads=threads)
+                assert same_bits(got, np.ascontiguousarray(whole[:, part])), (threads, rows)
+    # As many sequences of one row: the same products, in another place.
+    many = np.broadcast_to(context, (300, 70, 520))[:17]
+    got = block(x[0, :17, None], context=many, num_threads=2)
+    assert same_bits(got[:, 0], np.ascontiguousarray(whole[0, :17]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_threads_or_batch(dtype):
+    sizes = Sizes(D=96, N=6, K=3, H=16)
+    norm, _ = norm_of(96, dtype)
+    block = AttentionBlock(*sizes.weights(dtype), **sizes.biases(dtype), norm=norm, is_causal=True)
+    x = random(30, 9, 60, 96, dtype=dtype)
+    whole = block(x, num_threads=1)
+    for threads in (2, 3, 7):
+        assert same_bits(block(x, num_threads=threads), whole)
+    for b in range(9):
+        assert same_bits(block(x[b]), whole[b])
+    # Causal: what follows a row does not reach it.
+    for T in (1, 17, 59):
+        assert same_bits(block(x[:, :T].copy()), np.ascontiguousarray(whole[:, :T]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_bits_do_not_depend_on_threads_or_rows(dtype):
+    norm, _ = norm_of(1000, dtype)
+    x = random(30, 900, 1000, dtype=dtype)
+    whole = norm(x, num_threads=1)
+    for threads in (2, 3, 7):
+        assert same_bits(norm(x, num_threads=threads), whole)
+    for row in (0, 1, 899):
+        assert same_bits(norm(x[row]), whole[row])
+
+
+def test_packed_weights_stay_with_their_instruction_set(isa):
+    """A block works as it was built, whatever is selected later."""
+    sizes = Sizes()
+    block = AttentionBlock(*sizes.weights(), **sizes.biases())
+    x = random(30, 2, 30, 24)
+    expected = block(x)
+    try:
+        for other in tileattn.available_isas():
+            _core.select_isa(other)
+            assert same_bits(block(x), expected)
+    finally:
+        _core.select_isa(isa)
+
+
+# ------------------------------------------------------------------ arrays as they come
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layout_of_every_array(dtype):
+    sizes = Sizes(D=16, N=2, K=1, H=8, Dc=12)
+    weights, biases = sizes.weights(dtype), sizes.biases(dtype)
+    x, context = random(30, 2, 9, 16, dtype=dtype), random(31, 2, 11, 12, dtype=dtype)
+    _, (weight, bias, _) = norm_of(16, dtype)
+    expected = attention_block(x, *weights, **biases, norm=LayerNorm(weight, bias), context=context)
+    for name, change in LAYOUTS.items():
+        if name not in ("heads first", "last axis first"):
+            weight_view, bias_view = change(weight[None])[0], change(bias[None])[0]
+            bias_views = {key: change(b[None])[0] for key, b in biases.items()}
+        got = attention_block(
+            change(x),
+            *map(change, weights),
+            **bias_views,
+            norm=LayerNorm(weight_view, bias_view),
+            context=change(context),
+        )
+        assert same_bits(got, expected), name
+
+
+def test_weights_are_copied():
+    sizes = Sizes()
+    weights, biases = sizes.weights(), sizes.biases()
+    block = AttentionBlock(*weights, **biases)
+    x = random(30, 2, 9, 24)
+    before = block(x)
+    for array in (*weights, *biases.values()):
+        array[...] = np.nan
+    assert same_bits(block(x), before)
+
+
+def test_input_without_batch_axis():
+    sizes = Sizes()
+    block = AttentionBlock(*sizes.weights())
+    x = random(30, 1, 9, 24)
+    assert same_bits(block(x[0]), block(x)[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 24), (2, 0, 24), (0, 24)])
+def test_empty_input(shape):
+    got = AttentionBlock(*Sizes().weights())(np.empty(shape, np.float32))
+    assert got.shape == shape
+    assert got.dtype == np.float32
+
+
+def test_empty_context_leaves_the_biases():
+    sizes = Sizes()
+    biases = sizes.biases()
+    x = random(30, 2, 5, 24)
+    got = attention_block(
+        x, *sizes.weights(), **biases, norm=None, context=np.empty((2, 0, 24), np.float32)
+    )
+    np.testing.assert_array_equal(got, x + biases["b_o"])
+
+
+def test_out_of_any_strides():
+    sizes = Sizes()
+    block = AttentionBlock(*sizes.weights())
+    x = random(30, 2, 9, 24)
+    expected = block(x)
+    for name in WRITABLE:
+        view = LAYOUTS[name](np.full(x.shape, np.nan, np.float32))
+        assert block(x, out=view) is view
+        assert same_bits(view.copy(order="C"), expected), name
+
+
+def test_out_may_not_overlap():
+    block = AttentionBlock(*Sizes().weights())
+    x, context = random(30, 2, 9, 24), random(31, 2, 9, 24)
+    for name, array in (("x", x), ("context", context)):
+        before = array.copy()
+        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+            block(x, context=context, out=array)
+        assert same_bits(array, before)
+
+
+# ------------------------------------------------------------------ the class
+
+
+def test_attributes():
+    block = AttentionBlock(*Sizes(D=24, N=6, K=2, H=8, Hv=5, Dc=12).weights(np.float64))
+    got = (
+        block.model_dim,
+        block.context_dim,
+        block.num_heads,
+        block.num_kv_heads,
+        block.head_dim,
+        block.v_head_dim,
+    )
+    assert got == (24, 12, 6, 2, 8, 5)
+    assert block.dtype == np.float64
+    # At least the weights themselves; panels are padded to whole vectors.
+    weights = 8 * (24 * 6 * 8 + 12 * 2 * (8 + 5) + 6 * 5 * 24)
+    assert weights <= block.nbytes < 2 * weights
+    for part in ("D=24", "Dc=12", "N=6", "K=2", "H=8", "float64"):
+        assert part in repr(block)
+
+
+def test_self_attention_needs_a_context_of_another_width():
+    block = AttentionBlock(*Sizes(Dc=12).weights())
+    with pytest.raises(ValueError, match=r"context is missing.*12.*24"):
+        block(random(30, 2, 9, 24))
+
+
+def test_profile_returns_the_result_and_its_parts():
+    block = AttentionBlock(*Sizes().weights())
+    x = random(30, 2, 9, 24)
+    got, parts = block.profile(x, key_value_seq_lengths=np.array([4, 9]), num_threads=1)
+    assert same_bits(got, block(x, key_value_seq_lengths=np.array([4, 9])))
+    assert len(parts) == 3
+    assert all(isinstance(name, str) and seconds >= 0 for name, seconds in parts)
+    with pytest.raises(TypeError, match="lengths"):
+        block.profile(x, lengths=[1])
+
+
+def linear(w):
+    """[in, heads, width] or [heads, width, out] as torch.nn.Linear holds it: [out, in]."""
+    return np.ascontiguousarray(w.reshape(w.shape[0], -1).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_from_linear_is_the_constructor(dtype):
+    sizes = Sizes(D=24, N=4, K=2, H=8, Hv=5, Dc=12)
+    weights, biases = sizes.weights(dtype), sizes.biases(dtype)
+    norm, _ = norm_of(24, dtype)
+    options = {"norm": norm, "residual": False, "scale": 0.3, "is_causal": True}
+    x, context = random(30, 2, 9, 24, dtype=dtype), random(31, 2, 9, 12, dtype=dtype)
+    expected = AttentionBlock(*weights, **biases, **options)(x, context=context)
+    w_q, w_k, w_v, w_o = weights
+    block = AttentionBlock.from_linear(
+        linear(w_q),
+        linear(w_k),
+        linear(w_v),
+        np.ascontiguousarray(w_o.reshape(-1, 24).T),
+        **{name: bias.reshape(-1) for name, bias in biases.items()},
+        num_heads=4,
+        num_kv_heads=2,
+        **options,
+    )
+    assert same_bits(block(x, context=context), expected)
+
+
+@pytest.mark.parametrize("K", [4, 2, None])
+def test_from_linear_with_a_packed_matrix(K):
+    sizes = Sizes(D=24, N=4, K=K or 4, H=8)
+    w_q, w_k, w_v, w_o = sizes.weights()
+    biases = sizes.biases()
+    x = random(30, 2, 9, 24)
+    packed = {
+        "w_qkv": np.concatenate([linear(w) for w in (w_q, w_k, w_v)]),
+        "b_qkv": np.concatenate([biases[name].reshape(-1) for name in ("b_q", "b_k", "b_v")]),
+        "w_o": np.ascontiguousarray(w_o.reshape(-1, 24).T),
+        "b_o": biases["b_o"],
+    }
+    block = AttentionBlock.from_linear(**packed, num_heads=4, num_kv_heads=K)
+    assert same_bits(block(x), attention_block(x, w_q, w_k, w_v, w_o, **biases))
+    del packed["b_qkv"], packed["b_o"]
+    block = AttentionBlock.from_linear(**packed, num_heads=4, num_kv_heads=K)
+    assert same_bits(block(x), attention_block(x, w_q, w_k, w_v, w_o))
+
+
+# ------------------------------------------------------------------ LayerNorm
+
+
+def check_norm(got, x, residual, parts):
+    s = x if residual is None else x + residual
+    exact, plain = (layer_norm(s, *parts, p) for p in (higher(x.dtype), x.dtype.type))
+    assert got.dtype == x.dtype
+    check(got, exact, plain, layer_norm_floor(s, *parts, x.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1,), (7,), (3, 1), (5, 37), (2, 3, 64), (2, 1, 3, 5), (300, 384)]
+)
+def test_layer_norm(shape, dtype):
+    norm, parts = norm_of(shape[-1], dtype)
+    x, residual = random(30, *shape, dtype=dtype), random(31, *shape, dtype=dtype)
+    for z in (None, residual):
+        check_norm(norm(x, residual=z), x, z, parts)
+        check_norm(LayerNorm()(x, residual=z), x, z, PLAIN)
+    got, expected = norm(x), reference.layer_norm(x, *parts)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=100 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("mean", [1e3, -1e5])
+def test_layer_norm_with_a_large_mean(mean):
+    """E[x^2] - E[x]^2 would leave nothing of the variance."""
+    x = (mean + random(30, 20, 384)).astype(np.float32)
+    exact = layer_norm(x, None, None, 1e-5, np.longdouble)
+    unit = float(np.finfo(np.float32).eps)
+    error = np.abs(LayerNorm()(x) - exact).max()
+    assert error <= unit * (4 + np.sqrt(384)) * np.abs(exact).max()
+
+
+def test_layer_norm_of_equal_numbers_is_its_bias():
+    _, (weight, bias, _) = norm_of(37)
+    for eps in (1e-5, 1e-12):
+        for value in (0.0, 0.1, 1234.5, -7e6):
+            x = np.full((3, 37), value, np.float32)
+            np.testing.assert_array_equal(LayerNorm(weight, bias, eps)(x), np.tile(bias, (3, 1)))
+
+
+def test_layer_norm_layouts_and_out():
+    norm, _ = norm_of(16)
+    x, residual = random(30, 3, 5, 16), random(31, 3, 5, 16)
+    expected = norm(x, residual=residual)
+    for name, change in LAYOUTS.items():
+        assert same_bits(norm(change(x), residual=change(residual)), expected), name
+    for name in WRITABLE:
+        view = LAYOUTS[name](np.full(x.shape, np.nan, np.float32))
+        assert norm(x, residual=residual, out=view) is view
+        assert same_bits(view.copy(order="C"), expected), name
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
+def test_layer_norm_of_nothing(shape):
+    assert LayerNorm()(np.empty(shape, np.float32)).shape == shape
+
+
+def test_layer_norm_attributes():
+    weight, bias = random(0, 5), random(1, 5)
+    norm = LayerNorm(weight, bias, eps=1e-12)
+    np.testing.assert_array_equal(norm.weight, weight)
+    np.testing.assert_array_equal(norm.bias, bias)
+    assert norm.eps == 1e-12
+    assert repr(norm) == "LayerNorm(D=5, eps=1e-12)"
+    plain = LayerNorm()
+    assert plain.weight is None
+    assert plain.bias is None
+    assert plain.eps == 1e-5
+
+
+# ------------------------------------------------------------------ random calls
+
+
+@st.composite
+def blocks(draw):
+    """A block of random sizes and options, and an input with the options of a call."""
+    small = st.integers(1, 40)
+    K, G = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    D, H, Hv = draw(small), draw(small), draw(small)
+    dtype, has_context = draw(st.sampled_from(DTYPES)), draw(st.booleans())
+    Dc = draw(small) if has_context else D
+    B, T = draw(st.integers(1, 3)), draw(st.integers(0, 40))
+    S = draw(st.integers(0, 40)) if has_context else T
+    sizes = Sizes(D=D, N=K * G, K=K, H=H, Hv=Hv, Dc=Dc)
+    layout = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.get)
+    seed = draw(st.integers(0, 9))
+    weights = [draw(layout)(w) for w in sizes.weights(dtype, seed)]
+    biases = {name: b for name, b in sizes.biases(dtype).items() if draw(st.booleans())}
+    norm = draw(st.sampled_from([(None, None), norm_of(D, dtype), (LayerNorm(), PLAIN)]))
+    made = {"residual": draw(st.booleans()), "is_causal": draw(st.booleans()), **biases}
+    called = {}
+    if has_context:
+        called["context"] = draw(layout)(random(seed + 50, B, S, Dc, dtype=dtype))
+    if made["is_causal"] and (S != T or draw(st.booleans())):
+        called["query_offset"] = draw(st.integers(-40, 40))
+    for name, limit in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+        if draw(st.booleans()):
+            called[name] = np.array([draw(st.integers(0, limit)) for _ in range(B)])
+    x = draw(layout)(random(seed + 60, B, T, D, dtype=dtype))
+    return x, weights, norm, made, called
+
+
+@given(blocks(), st.integers(1, 3))
+def test_random_blocks(case, num_threads):
+    x, weights, (norm, parts), made, called = case
+    got = AttentionBlock(*weights, norm=norm, **made)(x, num_threads=num_threads, **called)
+    x, *weights = (a.astype(a.dtype.newbyteorder("=")) for a in (x, *weights))
+    check_block(got, x, *weights, norm=parts, **made, **called)

@@ -1,0 +1,79 @@
+"""Cases of faults that attention libraries really had, where a folder of them is at hand.
+
+The folder is a package: functions case_*(api) for an object like cases_adapter, and proc_*(name)
+for one that is imported by name in a process of its own. TILEATTN_CASES names it; by default it is
+shared/cases beside the repository.
+"""
+
+import importlib.util
+import os
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import cases_adapter
+from tests.cases_adapter import NotSupported
+
+FOLDER = Path(
+    os.environ.get("TILEATTN_CASES") or Path(__file__).parents[2] / "shared" / "cases"
+).resolve()
+
+
+def load(folder):
+    """The folder as the package `cases`: its functions case_* and proc_* by name."""
+    if not (folder / "__init__.py").is_file():
+        return {}
+    spec = importlib.util.spec_from_file_location(
+        "cases", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    sys.modules["cases"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["cases"])
+    modules = [
+        importlib.import_module(f"cases.{info.name}")
+        for info in pkgutil.iter_modules([str(folder)])
+        if not info.name.startswith("_")
+    ]
+    return {
+        name: function
+        for module in modules
+        for name, function in vars(module).items()
+        if name.startswith(("case_", "proc_"))
+    }
+
+
+CASES = load(FOLDER)
+
+
+def named(prefix):
+    cases = [pytest.param(f, id=name) for name, f in CASES.items() if name.startswith(prefix)]
+    missing = pytest.mark.skip(reason="no folder of cases: set TILEATTN_CASES")
+    return cases or [pytest.param(None, marks=missing, id="none")]
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    before = cases_adapter.tileattn.get_num_threads()
+    yield
+    cases_adapter.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the cases' own NumPy
+@pytest.mark.parametrize("case", named("case_"))
+def test_case(case):
+    try:
+        case(cases_adapter)
+    except NotSupported as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.any_isa
+@pytest.mark.parametrize("case", named("proc_"))
+def test_case_in_a_process_of_its_own(case):
+    try:
+        case("tests.cases_adapter")
+    except AssertionError as failure:
+        if "NotSupported:" not in str(failure):
+            raise
+        pytest.skip(str(failure).rpartition("NotSupported: ")[2])

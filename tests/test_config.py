@@ -1,0 +1,208 @@
+"""Threads and instruction sets: who decides, and for whom."""
+
+import builtins
+import concurrent.futures
+import contextvars
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tileattn
+from tileattn import _core, config
+
+pytestmark = pytest.mark.any_isa
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    """Nothing was set in the process before."""
+    monkeypatch.setattr(config, "_process_threads", None)
+
+
+def printed_by(code, **environment):
+    """What a new process prints, or its error."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+THREADS = "import tileattn; print(tileattn.get_num_threads())"
+ISA = "import tileattn; print(tileattn.isa())"
+
+
+# ------------------------------------------------------------------ threads
+
+
+def test_set_num_threads_holds_for_the_process():
+    tileattn.set_num_threads(3)
+    assert tileattn.get_num_threads() == 3
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tileattn.get_num_threads).result() == 3
+
+
+def test_threads_holds_inside_the_block_only():
+    before = tileattn.get_num_threads()
+    with tileattn.threads(5):
+        assert tileattn.get_num_threads() == 5
+        with tileattn.threads(2):
+            assert tileattn.get_num_threads() == 2
+        assert tileattn.get_num_threads() == 5
+        tileattn.set_num_threads(7)
+        assert tileattn.get_num_threads() == 5
+    assert tileattn.get_num_threads() == 7
+    config._process_threads = None
+    assert tileattn.get_num_threads() == before
+
+
+def test_threads_ends_with_an_error_too():
+    before = tileattn.get_num_threads()
+    with pytest.raises(KeyError), tileattn.threads(5):
+        raise KeyError
+    assert tileattn.get_num_threads() == before
+
+
+def test_threads_does_not_reach_other_threads_or_contexts():
+    before = tileattn.get_num_threads()
+    fresh = contextvars.copy_context()
+    with tileattn.threads(before + 1), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tileattn.get_num_threads).result() == before
+        assert fresh.run(tileattn.get_num_threads) == before
+
+
+def test_an_argument_beats_every_setting():
+    tileattn.set_num_threads(3)
+    with tileattn.threads(5):
+        assert config.resolve_threads(2) == 2
+        assert config.resolve_threads(None) == 5
+
+
+@pytest.mark.parametrize(
+    "number, error", [(0, ValueError), (-1, ValueError), (1025, ValueError), (2**40, ValueError),
+                      (1.0, TypeError), ("2", TypeError), (None, TypeError), (True, TypeError)],
+)  # fmt: skip
+def test_no_other_numbers(number, error):
+    before = tileattn.get_num_threads()
+    with pytest.raises(error, match="num_threads"):
+        tileattn.set_num_threads(number)
+    with pytest.raises(error, match="num_threads"), tileattn.threads(number):
+        pass
+    assert tileattn.get_num_threads() == before
+
+
+def test_default_obeys_omp_num_threads():
+    assert printed_by(THREADS, OMP_NUM_THREADS="1") == "1"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity on this system")
+def test_default_obeys_the_affinity():
+    limit = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    assert printed_by(limit + THREADS) == "1"
+    # Asked anew at each call, not remembered from the import.
+    assert printed_by("import tileattn; tileattn.get_num_threads(); " + limit + THREADS) == "1"
+
+
+def test_default_is_at_most_the_quota(monkeypatch):
+    monkeypatch.setattr(config, "_cpu_quota", 1)
+    assert tileattn.get_num_threads() == 1
+
+
+UNLIMITED = 1 << 20
+VERSION_1 = ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+
+
+@pytest.mark.parametrize(
+    "files, quota",
+    [
+        ({"/sys/fs/cgroup/cpu.max": "max 100000\n"}, UNLIMITED),
+        ({"/sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        ({"/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
+        ({"/sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
+        ({"/sys/fs/cgroup/cpu.max": "100000 0\n"}, UNLIMITED),
+        ({"/sys/fs/cgroup/cpu.max": "nonsense\n"}, UNLIMITED),
+        (dict(zip(VERSION_1, ("400000\n", "100000\n"), strict=True)), 4),
+        (dict(zip(VERSION_1, ("-1\n", "100000\n"), strict=True)), UNLIMITED),
+        ({}, UNLIMITED),
+    ],
+)
+def test_quota_of_the_container(files, quota, monkeypatch):
+    def opened(path, *rest, **options):
+        if not str(path).startswith("/sys/fs/cgroup"):
+            return real_open(path, *rest, **options)
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    real_open = builtins.open
+    monkeypatch.setattr(builtins, "open", opened)
+    assert config._read_quota() == quota
+
+
+# ------------------------------------------------------------------ instruction sets
+
+
+def test_available_isas_are_those_compiled_in_best_first():
+    compiled = _core.compiled_isas()
+    available = tileattn.available_isas()
+    assert compiled[-1] == available[-1] == "baseline"
+    assert [name for name in compiled if name in available] == list(available)
+
+
+def test_the_best_isa_is_the_default():
+    environment = {name: value for name, value in os.environ.items() if name != "TILEATTN_ISA"}
+    done = subprocess.run(
+        [sys.executable, "-c", ISA], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == tileattn.available_isas()[0]
+    assert printed_by(ISA, TILEATTN_ISA="") == tileattn.available_isas()[0]
+
+
+@pytest.mark.parametrize("name", tileattn.available_isas())
+def test_the_environment_names_an_isa(name):
+    assert printed_by(ISA, TILEATTN_ISA=name) == name
+
+
+def test_an_unknown_isa_is_an_import_error():
+    message = printed_by(ISA, TILEATTN_ISA="mmx")
+    for part in ("ImportError", "TILEATTN_ISA", "'mmx'", *tileattn.available_isas()):
+        assert part in message
+
+
+def test_selecting_an_isa():
+    before = tileattn.isa()
+    try:
+        for name in tileattn.available_isas():
+            _core.select_isa(name)
+            assert tileattn.isa() == name
+        with pytest.raises(ValueError, match="'mmx'"):
+            _core.select_isa("mmx")
+        assert tileattn.isa() == name
+    finally:
+        _core.select_isa(before)
+
+
+def test_show_config_says_what_a_report_needs(capsys):
+    tileattn.set_num_threads(3)
+    tileattn.show_config()
+    printed = capsys.readouterr().out
+    for part in (
+        tileattn.__version__,
+        tileattn.isa(),
+        *_core.compiled_isas(),
+        "3 of",
+        sys.platform,
+    ):
+        assert part in printed
+
+
+def test_measured_peak_is_positive():
+    for dtype in ("float32", "float64"):
+        assert _core.measure_fma_peak(dtype, 1) > 0
