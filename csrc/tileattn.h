@@ -86,6 +86,8 @@ typedef struct ta_kernels {
     void (*add_norm_row)(void *dst, const void *x, const void *residual, const ta_norm *norm);
     /* Floating-point operations done by `rounds` rounds of independent multiply-adds in registers. */
     double (*fma_rounds)(ptrdiff_t rounds);
+    /* Sum of `count` values, a multiple of 8 vl. */
+    double (*read_all)(const void *src, ptrdiff_t count);
 } ta_kernels;
 
 typedef struct ta_isa {

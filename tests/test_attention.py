@@ -735,7 +735,18 @@ def test_random_calls_with_numbers_that_are_not_finite(call, data):
         arrays.append(a)
     out, lse = dot_product_attention(*arrays, return_lse=True, **options)
     expected, expected_lse = reference.dot_product_attention(*arrays, return_lse=True, **options)
-    for a, b in ((out, expected), (lse, expected_lse)):
+    # A row whose scores are all -inf is zero if its values are finite; if not, nothing is promised.
+    sees = visible(
+        len(out),
+        out.shape[1],
+        arrays[1].shape[1],
+        is_causal=options["is_causal"],
+        query_offset=options["query_offset"],
+        query_lengths=options["query_seq_lengths"],
+        key_lengths=options["key_value_seq_lengths"],
+    )
+    promised = (expected_lse > -INF) | np.isnan(expected_lse) | ~sees.any(axis=-1)[..., None]
+    for a, b in ((out[promised], expected[promised]), (lse, expected_lse)):
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
         np.testing.assert_array_equal(a[np.isinf(b)], b[np.isinf(b)])
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))

@@ -58,6 +58,7 @@ const ta_kernels TA_NAME(kernels) = {
     .all_finite = TA_NAME(all_finite),
     .add_norm_row = TA_NAME(add_norm_row),
     .fma_rounds = TA_NAME(fma_rounds),
+    .read_all = TA_NAME(read_all),
 };
 
 /* The other macros mean the same for both element types and stand. */

@@ -1,4 +1,4 @@
-/* What the machine's multiply-add units can do: the yardstick of every "percent of peak". */
+/* The yardsticks: what the machine's multiply-add units and its memory can do. */
 enum { TA_NAME(CHAINS) = 12 }; /* independent sums: latency 4 times 2 units, and some to spare */
 
 static double TA_NAME(fma_rounds)(ptrdiff_t rounds)
@@ -22,4 +22,23 @@ static double TA_NAME(fma_rounds)(ptrdiff_t rounds)
     volatile real keep = vec_sum(total);
     (void)keep;
     return 2.0 * TA_VL * TA_NAME(CHAINS) * (double)rounds;
+}
+
+/* Reads `count` values, a multiple of 8 vectors, and returns their sum: a plain loop over memory. */
+static double TA_NAME(read_all)(const void *src_, ptrdiff_t count)
+{
+    const real *src = src_;
+    vec sums[8];
+    TA_UNROLL
+    for (int i = 0; i < 8; i++)
+        sums[i] = vec_all(0);
+    for (ptrdiff_t j = 0; j < count; j += 8 * TA_VL) {
+        TA_UNROLL
+        for (int i = 0; i < 8; i++)
+            sums[i] += vec_load(src + j + i * TA_VL);
+    }
+    TA_UNROLL
+    for (int i = 1; i < 8; i++)
+        sums[0] += sums[i];
+    return vec_sum(sums[0]);
 }

@@ -64,6 +64,7 @@ cdef extern from "tileattn.h" nogil:
         void (*add_norm_row)(void *dst, const void *x, const void *residual,
                              const ta_norm *norm) noexcept nogil
         double (*fma_rounds)(Py_ssize_t rounds) noexcept nogil
+        double (*read_all)(const void *src, Py_ssize_t count) noexcept nogil
 
     ctypedef struct ta_isa:
         const char *name

@@ -583,6 +583,7 @@ def kernel_table(str dtype):
         "all_finite": <uintptr_t>k.all_finite,
         "add_norm_row": <uintptr_t>k.add_norm_row,
         "fma_rounds": <uintptr_t>k.fma_rounds,
+        "read_all": <uintptr_t>k.read_all,
     }
 
 
@@ -622,6 +623,22 @@ def measure_fma_peak(str dtype, int threads):
         seconds = omp_get_wtime() - start
         best = max(best, total / seconds * 1e-9)
     return best
+
+
+def measure_read_bandwidth(source, int threads):
+    """Read a contiguous float32 or float64 array once, each thread its share; in GB/s."""
+    cdef const ta_kernels *k = kernels_for(source.itemsize)
+    cdef Array array
+    cdef Py_ssize_t i, step = 8 * k.vl, steps = source.size // step, begin, end
+    cdef double start, total = 0
+    read_array(source, &array)
+    threads = team_size(threads, 1e12)
+    start = omp_get_wtime()
+    for i in prange(threads, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+        begin = i * steps // threads
+        end = (i + 1) * steps // threads
+        total += k.read_all(array.data + begin * step * k.itemsize, (end - begin) * step)
+    return steps * step * k.itemsize / (omp_get_wtime() - start) * 1e-9
 
 
 # ------------------------------------------------------------------ packed weights

@@ -540,9 +540,7 @@ def check_blocks(kernels, q, blocks, sees=None):
     bound = 2 * of_score + 2 * gamma(keys + 4, kernels.dtype)
     assert (np.abs(got - exact) <= (bound * largest)[:, None]).all()
     seen = np.isfinite(exact_lse)
-    error = np.abs(lse[seen] - exact_lse[seen])
-    assert (error <= (bound + gamma(4, kernels.dtype) * size)[seen]).all()
-    assert (lse[~seen] == -np.inf).all()
+    assert (np.abs(lse - exact_lse)[seen] <= (bound + gamma(4, kernels.dtype) * size)[seen]).all()
     assert (lse[~seen] == -np.inf).all()
     assert not got[~seen].any()
 
@@ -581,8 +579,8 @@ def test_rows_that_see_their_first_key_in_a_later_block(kernels):
     mr = kernels.attention_mr
     q = random(9, mr, 8, dtype=kernels.dtype)
     blocks = make_blocks(kernels, [32] * 4, 8, 11)
-    first = np.resize([0, 31, 32, 40, 127, 128], mr)
-    last = np.resize([128, 128, 128, 41, 128, 128], mr)
+    first = np.array([0, 31, 32, 40, 127, 128])[:mr].repeat(2)[:mr]
+    last = np.array([128, 128, 128, 41, 128, 128])[:mr].repeat(2)[:mr]
     check_blocks(kernels, q, blocks, (first, last))
 
 
