@@ -14,7 +14,7 @@ static int system_saves(unsigned state)
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
         return 0;
     unsigned low, high;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & state) == state;
 }
 

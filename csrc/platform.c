@@ -4,7 +4,9 @@
 #include <sched.h>
 #include <sys/mman.h>
 #endif
-#ifndef _WIN32
+#ifdef _WIN32
+#include <malloc.h>
+#else
 #include <pthread.h>
 #endif
 #include <stdlib.h>

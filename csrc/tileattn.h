@@ -9,6 +9,14 @@
 
 #include <stddef.h>
 
+enum {
+    TA_MAX_ROWS = 16,  /* at least gemm_mr and attention_mr: the loops keep so many pointers to rows */
+    TA_MAX_PANEL = 64, /* at least attention_nr, for the same reason */
+    /* Keys of a block: a multiple of attention_nr. Blocks stand at multiples of it, whatever else
+     * differs: one order of summation for all calls. */
+    TA_KEY_BLOCK = 256
+};
+
 /* C[rows x columns] (+)= A B + bias over one slice of the contracted axis. See kernel/gemm.inc.h. */
 typedef struct ta_gemm_tile {
     int rows;            /* 1 .. gemm_mr */
@@ -68,8 +76,8 @@ typedef struct ta_kernels {
     void (*pack_rows)(void *dst, const void *const *rows, int count, ptrdiff_t depth,
                       ptrdiff_t column_stride, double scale);
     /* dst[p][j] = src[p * row_stride + j * column_stride], zero for j >= columns. */
-    void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, int columns, int width,
-                         ptrdiff_t row_stride, ptrdiff_t column_stride);
+    void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns,
+                         ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride);
     void (*gemm_tile)(const ta_gemm_tile *tile);
     /* A row that has seen no key: out and row_sum zero, row_max -inf. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum);

@@ -4,6 +4,7 @@ An operation is right if its error is at most twice that of a plain evaluation i
 which sums in another order, plus a floor that follows from the sizes: no tolerance is tuned.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,29 @@ def gamma(n, dtype):
     """Bound of the relative error of a sum of n products in any order: n u / (1 - n u)."""
     u = float(np.finfo(dtype).eps) / 2
     return n * u / (1 - n * u)
+
+
+def remember(function):
+    """Keeps the latest results: the same inputs come again for each instruction set."""
+    results = {}
+
+    def key(value):
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, hash(value.tobytes())
+        if isinstance(value, tuple):
+            return tuple(map(key, value))
+        return value
+
+    @functools.wraps(function)
+    def remembering(*arguments, **options):
+        call = key(arguments), tuple((name, key(options[name])) for name in sorted(options))
+        if call not in results:
+            if len(results) == 1000:
+                del results[next(iter(results))]
+            results[call] = function(*arguments, **options)
+        return results[call]
+
+    return remembering
 
 
 # ------------------------------------------------------------------ attention
@@ -90,12 +114,14 @@ def evaluate(
     return Scores(q, k, v, abs(float(scale)), score, weight, weight @ v, lse)
 
 
+@remember
 def attention(q, k, v, precision, **options):
     """Attention of 4-D arrays in `precision` -> out[B, T, N, Hv], lse[B, T, N]."""
     s = evaluate(q, k, v, precision, **options)
     return s.out.swapaxes(1, 2), s.lse.swapaxes(1, 2)
 
 
+@remember
 def attention_floor(q, k, v, dtype, **options):
     """What rounding to dtype may cost each row of out, and of the LSE: two arrays [B, T, N].
 
@@ -210,9 +236,9 @@ def block(
 
     source = x if context is None else context
     q, k, v = product(x, w_q, b_q), product(source, w_k, b_k), product(source, w_v, b_v)
-    y = attention(q, k, v, precision, **options)[0]
+    y = evaluate(q, k, v, precision, **options).out.swapaxes(1, 2)
     if off is not None:
-        floor, _ = attention_floor(q, k, v, precision, **options)
+        floor, _ = attention_floor.__wrapped__(q, k, v, precision, **options)
         y = off(y, floor[..., None] / float(np.finfo(precision).eps))
     z = product(y, w_o, b_o, axes=2)
     z = x.astype(precision) + z if residual else z
@@ -220,8 +246,12 @@ def block(
     return z if norm is None else layer_norm(z, *norm, precision)
 
 
+remember_block = remember(block)
+
+
+@remember
 def block_floor(x, w_q, w_k, w_v, w_o, dtype, **options):
-    """What rounding to dtype may cost each row of a block, [B, T, 1]: the worst of 12 experiments.
+    """What rounding to dtype may cost each row of a block, [B, T, 1]: the worst of 8 experiments.
 
     In each, every intermediate result is off by up to eps of itself and by what its sums lose, at
     random: so errors grow and cancel as they do in truth.
@@ -235,7 +265,7 @@ def block_floor(x, w_q, w_k, w_v, w_o, dtype, **options):
     weights = (w_q, w_k, w_v, w_o)
     exact = block(x, *weights, np.float64, **options)
     worst = np.zeros((*exact.shape[:2], 1))
-    for _ in range(12):
+    for _ in range(8):
         error = np.abs(block(x, *weights, np.float64, off=off, **options) - exact)
         worst = np.maximum(worst, error.max(axis=-1, keepdims=True, initial=0))
     if options.get("norm") is None:
@@ -254,8 +284,7 @@ def check_block(got, x, w_q, w_k, w_v, w_o, **options):
         if options.get("context") is not None:
             options = {**options, "context": options["context"][None]}
     weights = (w_q, w_k, w_v, w_o)
-    exact = block(x, *weights, higher(dtype), **options)
-    plain = block(x, *weights, dtype.type, **options)
+    exact, plain = (remember_block(x, *weights, p, **options) for p in (higher(dtype), dtype.type))
     check(got, exact, plain, block_floor(x, *weights, dtype, **options), "block")
 
 

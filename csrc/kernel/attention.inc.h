@@ -19,7 +19,9 @@
  * its bits do not depend on the rows beside it. A panel's lanes of keys beyond the block's end hold
  * anything; no row sees them.
  */
-#define TA_RAISE 40 /* log2 units: 2^40 times 2^20 keys is far below 2^127, and few rows are rescaled */
+/* In units of log2. Few rows of real data rise so far above their first block's maximum; weights, and the
+ * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
+#define TA_RAISE 8
 #define TA_KEYS (TA_ATTENTION_NV * TA_VL)
 
 #define score_body TA_NAME(score_body)
@@ -141,16 +143,19 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
     for (int i = 0; i < rows; i++) {
         TA_UNROLL
         for (int j = 0; j < vectors; j++)
-            acc[i][j] = vec_load(out + i * t->out_stride + j * TA_VL);
+            acc[i][j] = vec_all(0);
     }
     outer_products(acc, rows, vectors, t->key_end - t->key_begin,
                    (const real *)t->scores + t->key_begin, t->score_stride, 1,
                    (const real *)t->v + t->key_begin * t->v_columns + column, t->v_columns);
+    /* A sum for each block, then the sum of these: one chain over 16384 keys has ten times the error. */
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
         TA_UNROLL
-        for (int j = 0; j < vectors; j++)
-            vec_store(out + i * t->out_stride + j * TA_VL, acc[i][j]);
+        for (int j = 0; j < vectors; j++) {
+            real *to = out + i * t->out_stride + j * TA_VL;
+            vec_store(to, vec_load(to) + acc[i][j]);
+        }
     }
 }
 
@@ -193,7 +198,7 @@ static void TA_NAME(finish_row)(void *dst_, ptrdiff_t column_stride, ptrdiff_t c
     real *dst = dst_;
     const real *out = out_;
     real sum = vec_sum(vec_load(row_sum));
-    /* A row with a seen key has a sum of at least 2^-TA_RAISE; zero means that it saw none. */
+    /* Zero: the row saw no key, or none with a score above -inf. */
     real inverse = sum == 0 ? 0 : 1 / sum;
     if (column_stride == 1) {
         for (ptrdiff_t j = 0; j + TA_VL <= columns; j += TA_VL)

@@ -1,5 +1,5 @@
 /* 2^x for x <= 127 (1023 in double): relative error at most 1e-7 (4e-16), 0 for x <= -127 (-1023), so
- * for -inf too, and NaN for NaN.
+ * for -inf too, and NaN for NaN. Between there and the smallest normal number the error is absolute.
  *
  * x = n + j / steps + f with n, j whole and f at most half a step. 2^(n + j / steps) is looked up by j
  * and gets n added to its exponent; 2^f - 1 is a polynomial without a constant term, interpolated at

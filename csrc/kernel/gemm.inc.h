@@ -45,15 +45,14 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
      * its share of what comes next: more misses at once would fill the line buffers, and A and B, which
      * come from the second-level cache through the same buffers, would wait. */
     const ptrdiff_t part = (t->depth + rows - 1) / rows;
-    const char *next = t->next, *next_end = next + t->next_bytes;
     const ptrdiff_t next_part = (t->next_bytes + rows - 1) / rows;
-    ptrdiff_t p = 0;
+    ptrdiff_t p = 0, next = 0;
     for (int i = 0; p < t->depth; i++, p += part) {
         TA_UNROLL
         for (int j = 0; j < vectors * (int)sizeof(vec); j += TA_CACHE_LINE)
             __builtin_prefetch((char *)(c + i * t->c_stride) + j, 1, 3);
-        for (const char *end = next + next_part; next < end && next < next_end; next += TA_CACHE_LINE)
-            __builtin_prefetch(next, 0, 2);
+        for (; next < (i + 1) * next_part && next < t->next_bytes; next += TA_CACHE_LINE)
+            __builtin_prefetch((const char *)t->next + next, 0, 2);
         outer_products(acc, rows, vectors, t->depth - p < part ? t->depth - p : part,
                        (const real *)t->a + p * rows, 1, rows, (const real *)t->b + p * width, width);
     }

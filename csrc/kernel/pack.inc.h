@@ -72,8 +72,8 @@ static void TA_NAME(pack_rows)(void *dst_, const void *const *rows, int count, p
 }
 
 /* dst[p][j] = src[p * row_stride + j * column_stride] for j < columns, zero up to `width`. */
-static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth, int columns,
-                                  int width, ptrdiff_t row_stride, ptrdiff_t column_stride)
+static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth,
+                                  ptrdiff_t columns, ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride)
 {
     real *dst = dst_;
     for (ptrdiff_t p = 0; p < depth; p++) {
@@ -81,9 +81,9 @@ static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth,
         if (column_stride == 1)
             memcpy(dst, row, (size_t)columns * sizeof(real));
         else
-            for (int j = 0; j < columns; j++)
+            for (ptrdiff_t j = 0; j < columns; j++)
                 dst[j] = row[j * column_stride];
-        for (int j = columns; j < width; j++)
+        for (ptrdiff_t j = columns; j < width; j++)
             dst[j] = 0;
         dst += width;
     }

@@ -28,21 +28,6 @@ static inline void vec_store(real *to, vec v)
     *(TA_NAME(loose) *)to = v;
 }
 
-/* The first `count` lanes, 0 <= count <= TA_VL; the others are zero and their memory is not touched. */
-#define vec_load_part TA_NAME(vec_load_part)
-static inline vec vec_load_part(const real *from, ptrdiff_t count)
-{
-    vec v = {0};
-    memcpy(&v, from, (size_t)count * sizeof(real));
-    return v;
-}
-
-#define vec_store_part TA_NAME(vec_store_part)
-static inline void vec_store_part(real *to, vec v, ptrdiff_t count)
-{
-    memcpy(to, &v, (size_t)count * sizeof(real));
-}
-
 #define vec_all TA_NAME(vec_all)
 static inline vec vec_all(real value)
 {

@@ -36,32 +36,29 @@ def attention(
     key_lengths: _Integers | None,
     threads: int,
 ) -> None: ...
-def block(
-    x: _Array,
-    context: _Array,
-    self_attention: bool,
-    w_q: PackedMatrix,
-    w_kv: PackedMatrix,
-    w_o: PackedMatrix,
-    b_q: _Array | None,
-    b_k: _Array | None,
-    b_v: _Array | None,
-    b_o: _Array | None,
-    num_heads: int,
-    num_kv_heads: int,
-    residual: bool,
-    normalize: bool,
-    norm_weight: _Array | None,
-    norm_bias: _Array | None,
-    epsilon: float,
-    scale: float,
-    causal: bool,
-    query_offset: _Integers | None,
-    query_lengths: _Integers | None,
-    key_lengths: _Integers | None,
-    out: _Array,
-    threads: int,
-) -> tuple[float, float, float]: ...
+
+class Block:
+    nbytes: int
+    def __init__(
+        self,
+        weights: tuple[_Array, _Array, _Array, _Array],
+        biases: tuple[_Array | None, _Array | None, _Array | None, _Array | None],
+        norm: tuple[_Array | None, _Array | None, float] | None,
+        residual: bool,
+        scale: float,
+        causal: bool,
+    ) -> None: ...
+    def run(
+        self,
+        x: _Array,
+        context: _Array | None,
+        query_offset: _Integers | None,
+        query_lengths: _Integers | None,
+        key_lengths: _Integers | None,
+        out: _Array,
+        threads: int,
+    ) -> tuple[float, float, float]: ...
+
 def project(
     x: _Array,
     w: PackedMatrix,

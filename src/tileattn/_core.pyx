@@ -35,8 +35,6 @@ cdef enum:
     # Length of the slices in which every product sums over its contracted axis, whatever the number
     # of rows: one order of summation for all. One pass over 4096 doubles the error of blocked sums.
     GEMM_KC = 512
-    # Keys of a block stand at multiples of this, whatever else differs: again one order for all.
-    KEY_BLOCK = 256
     # Query rows (positions times heads of the group) that share one packed block of keys: 192 spend
     # twice the time on packing, 768 gain 1-3% on one thread and leave little to balance on more.
     TILE_ROWS = 384
@@ -45,8 +43,6 @@ cdef enum:
     CACHE_LINE = 64
     # Scratch is whole huge pages: their lines cannot fall together in a few sets of a cache.
     HUGE_PAGE = 1 << 21
-    MAX_TILE_ROWS = 16     # upper bound of gemm_mr and attention_mr
-    MAX_PANEL = 64         # upper bound of attention_nr
 
 
 # ------------------------------------------------------------------ arrays and scratch memory
@@ -125,11 +121,18 @@ cdef void give_scratch(Scratch scratch) noexcept:
     kept_bytes = scratch.size
 
 
-cdef inline char *carve(char **cursor, Py_ssize_t size) noexcept nogil:
-    """The next piece of a scratch area; with a NULL start it only measures."""
-    cdef char *piece = cursor[0]
-    cursor[0] = cursor[0] + round_up(size, CACHE_LINE)
-    return piece
+cdef inline char *carve(uintptr_t *cursor, Py_ssize_t size) noexcept nogil:
+    """The next piece of a scratch area. From 0 on it only measures, and the piece is nobody's."""
+    cdef uintptr_t piece = cursor[0]
+    cursor[0] = piece + round_up(size, CACHE_LINE)
+    return <char *>piece
+
+
+cdef int require_possible(double size) except -1:
+    """Refuses sizes that no address space holds, before integer arithmetic on them can overflow."""
+    if size > 1e18:
+        raise MemoryError(f"this call would need {size:.2g} bytes of working memory")
+    return 0
 
 
 # ------------------------------------------------------------------ C = A B + bias
@@ -215,7 +218,7 @@ cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t til
     """Packs A[row : row + count, pc : pc + depth], one register tile after the other."""
     cdef const ta_kernels *kernels = g.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize, tile, i, begin, end
-    cdef const void *rows[MAX_TILE_ROWS]
+    cdef const void *rows[TA_MAX_ROWS]
     for tile in range(tiles):
         begin = tile * count // tiles
         end = (tile + 1) * count // tiles
@@ -274,7 +277,8 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
                         t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
                         t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
                         kernels.gemm_tile(&t)
-                        t.next = <const char *>t.next + t.next_bytes
+                        if t.next != NULL:
+                            t.next = <const char *>t.next + t.next_bytes
                     kc = kc + t.depth
                     if kc >= pc + pack_depth:
                         break
@@ -361,18 +365,23 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     """Lays out a thread's scratch from `memory` on; returns its size in bytes."""
     cdef Py_ssize_t itemsize = a.kernels.itemsize, vl = a.kernels.vl
     cdef Py_ssize_t rows = min(<Py_ssize_t>TILE_ROWS, a.group * a.q.shape[1])
-    cdef char *cursor = memory
+    cdef uintptr_t cursor = <uintptr_t>memory
     s.q = carve(&cursor, (rows * a.q.shape[3] + vl) * itemsize)
-    s.k = carve(&cursor, (KEY_BLOCK * a.q.shape[3] + vl) * itemsize)
-    s.v = carve(&cursor, KEY_BLOCK * v_width(a) * itemsize)
-    s.scores = carve(&cursor, MAX_TILE_ROWS * (KEY_BLOCK + SKEW) * itemsize)
+    s.k = carve(&cursor, (TA_KEY_BLOCK * a.q.shape[3] + vl) * itemsize)
+    s.v = carve(&cursor, TA_KEY_BLOCK * v_width(a) * itemsize)
+    s.scores = carve(&cursor, TA_MAX_ROWS * (TA_KEY_BLOCK + SKEW) * itemsize)
     s.out = carve(&cursor, rows * (v_width(a) + SKEW) * itemsize)
     s.row_max = carve(&cursor, rows * itemsize)
     s.row_sum = carve(&cursor, rows * vl * itemsize)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
-    return cursor - memory
+    return cursor - <uintptr_t>memory
+
+
+cdef int require_attention(const Attention *a) except -1:
+    cdef double width = <double>a.q.shape[3] + a.v.shape[3] + 64
+    return require_possible(a.kernels.itemsize * width * (TILE_ROWS + TA_KEY_BLOCK))
 
 
 cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
@@ -413,7 +422,7 @@ cdef Seen seen_by(const AttentionScratch *s, Py_ssize_t begin, Py_ssize_t end) n
 
 cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row, Py_ssize_t rows,
                  char *packed) noexcept nogil:
-    cdef const void *pointers[MAX_TILE_ROWS]
+    cdef const void *pointers[TA_MAX_ROWS]
     cdef Py_ssize_t itemsize = a.kernels.itemsize, i
     for i in range(rows):
         pointers[i] = at3(&a.q, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize)
@@ -423,7 +432,7 @@ cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t r
 cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t key_start,
                  Py_ssize_t begin, Py_ssize_t end, char *packed) noexcept nogil:
     """Packs the panels that hold keys [begin, end) of a block; a last panel repeats its last key."""
-    cdef const void *pointers[MAX_PANEL]
+    cdef const void *pointers[TA_MAX_PANEL]
     cdef Py_ssize_t itemsize = a.kernels.itemsize, H = a.k.shape[3], nr = a.kernels.attention_nr
     cdef Py_ssize_t panel, i
     for panel in range(begin // nr, ceil_div(end, nr)):
@@ -483,17 +492,17 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     t.k = s.k
     t.v = s.v
     t.scores = s.scores
-    t.score_stride = KEY_BLOCK + SKEW
-    block = tile_begin // KEY_BLOCK * KEY_BLOCK
+    t.score_stride = TA_KEY_BLOCK + SKEW
+    block = tile_begin // TA_KEY_BLOCK * TA_KEY_BLOCK
     while block < tile_end:                                     # blocks of keys
         key_begin = max(tile_begin - block, <Py_ssize_t>0)
-        key_end = min(tile_end - block, <Py_ssize_t>KEY_BLOCK)
+        key_end = min(tile_end - block, <Py_ssize_t>TA_KEY_BLOCK)
         pack_k(a, b, head, block, key_begin, key_end, s.k)
         t.key_start = block
         # Values read in place, off a cache line and at a stride of the caller's, cost up to a third.
         kernels.pack_columns(
             s.v + key_begin * width * itemsize, at3(&a.v, b, block + key_begin, head, itemsize),
-            key_end - key_begin, <int>a.v.shape[3], <int>width, a.v.stride[1], a.v.stride[3])
+            key_end - key_begin, a.v.shape[3], width, a.v.stride[1], a.v.stride[3])
         values_finite = -1                                      # not looked at yet
         for r in range(row_tiles):                              # register tiles of query rows
             begin = r * rows // row_tiles
@@ -520,7 +529,7 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
                 add_values_by_row(kernels, &t)
             else:
                 kernels.value_tile(&t)
-        block = block + KEY_BLOCK
+        block = block + TA_KEY_BLOCK
 
     for i in range(rows):
         kernels.finish_row(
@@ -663,36 +672,42 @@ cdef class PackedMatrix:
 
     def __cinit__(self, *matrices):
         cdef Array[3] b
-        cdef Py_ssize_t i, column, width, offset, count = 0
+        cdef Py_ssize_t i, count = 0, matrix_count = len(matrices)
         cdef const ta_kernels *kernels = kernels_for(matrices[0].itemsize)
-        cdef Panel *panel
         self.kernels = kernels
         self.depth = matrices[0].shape[0]
         self.columns = tuple([matrix.shape[1] for matrix in matrices])
-        for i in range(len(matrices)):
+        for i in range(matrix_count):
             read_array(matrices[i], &b[i])
+            require_possible(<double>kernels.itemsize * self.depth * (b[i].shape[1] + 64.0))
             self.first_panel[i] = count
             count += ceil_div(b[i].shape[1], kernels.gemm_nr)
             self.nbytes += round_up(b[i].shape[1], kernels.vl) * self.depth * kernels.itemsize
-        self.first_panel[len(matrices)] = count
+        self.first_panel[matrix_count] = count
         self.memory = <char *>ta_allocate(self.nbytes)
         self.panels = <Panel *>ta_allocate(count * sizeof(Panel))
         if self.memory == NULL or self.panels == NULL:
             raise MemoryError(f"could not allocate {self.nbytes} bytes for packed weights")
-        offset = 0
-        panel = self.panels
-        for i in range(len(matrices)):
+        with nogil:
+            self.pack(b, matrix_count)
+
+    cdef void pack(self, const Array *b, Py_ssize_t matrix_count) noexcept nogil:
+        cdef const ta_kernels *kernels = self.kernels
+        cdef Py_ssize_t i, column, width
+        cdef char *data = self.memory
+        cdef Panel *panel = self.panels
+        for i in range(matrix_count):
             column = 0
             while column < b[i].shape[1]:
                 panel.matrix = <int>i
                 panel.column = column
                 panel.columns = <int>min(<Py_ssize_t>kernels.gemm_nr, b[i].shape[1] - column)
-                panel.data = self.memory + offset
+                panel.data = data
                 width = round_up(panel.columns, kernels.vl)
                 kernels.pack_columns(
-                    self.memory + offset, b[i].data + column * b[i].stride[1] * kernels.itemsize,
-                    self.depth, panel.columns, <int>width, b[i].stride[0], b[i].stride[1])
-                offset += width * self.depth * kernels.itemsize
+                    data, b[i].data + column * b[i].stride[1] * kernels.itemsize,
+                    self.depth, panel.columns, width, b[i].stride[0], b[i].stride[1])
+                data += width * self.depth * kernels.itemsize
                 column += panel.columns
                 panel += 1
 
@@ -760,6 +775,7 @@ def attention(q, k, v, out, lse, double scale, bint causal, query_offset, query_
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
     a.group = a.q.shape[2] // a.k.shape[2]
+    require_attention(&a)
     threads = team_size(threads, attention_flops(&a))
     split_attention(&a, threads)
     items = attention_items(&a)
@@ -777,131 +793,6 @@ cdef double attention_flops(const Attention *a) noexcept:
         a.q.shape[3] + a.v.shape[3])
 
 
-def block(x, context, bint self_attention, PackedMatrix w_q, PackedMatrix w_kv, PackedMatrix w_o, b_q, b_k, b_v, b_o,
-          Py_ssize_t num_heads, Py_ssize_t num_kv_heads, bint residual, bint normalize,
-          norm_weight, norm_bias, double epsilon, double scale, bint causal, query_offset,
-          query_lengths, key_lengths, out, int threads):
-    """norm(x + attention(x W_Q, context W_K, context W_V) W_O) into `out`, in one parallel region.
-
-    x[B, T, D], context[B, S, Dc], out[B, T, D] contiguous. w_q holds [W_Q], or [W_Q, W_K, W_V], which
-    w_kv then is too; otherwise w_kv holds [W_K, W_V]. Biases are contiguous or None; all is checked by
-    the caller. Returns the seconds spent in projections, attention and output projection.
-    """
-    cdef Gemm q_gemm, kv_gemm, o_gemm
-    cdef Target[3] qkv
-    cdef Target z
-    cdef Norm norm
-    cdef Attention a
-    cdef AttentionScratch layout
-    cdef Array array
-    cdef Scratch scratch
-    cdef char *cursor
-    cdef char *workspace
-    cdef Py_ssize_t B = x.shape[0], T = x.shape[1], S = context.shape[1]
-    cdef Py_ssize_t H = w_q.columns[0] // num_heads, Hv = w_kv.columns[len(w_kv.columns) - 1] // num_kv_heads
-    cdef Py_ssize_t itemsize = w_q.kernels.itemsize
-    cdef Py_ssize_t i, each, q_items, kv_items, a_items, o_items, norm_items
-    cdef double[4] clock
-    cdef double *now = clock
-    cdef bint together = self_attention and w_kv is w_q
-
-    if B * T == 0:
-        return (0.0, 0.0, 0.0)
-
-    # Scratch: q, k, v and y of the whole call, then what each thread needs.
-    cursor = NULL
-    carve(&cursor, B * T * num_heads * H * itemsize)
-    carve(&cursor, B * S * num_kv_heads * H * itemsize)
-    carve(&cursor, B * S * num_kv_heads * Hv * itemsize)
-    carve(&cursor, B * T * num_heads * Hv * itemsize)
-
-    read_rows(x, &q_gemm.a, &q_gemm.rows)
-    read_rows(context, &kv_gemm.a, &kv_gemm.rows)
-    o_gemm.rows = q_gemm.rows
-    a.kernels = w_q.kernels
-    a.q = whole_array(NULL, B, T, num_heads, H)
-    a.k = whole_array(NULL, B, S, num_kv_heads, H)
-    a.v = whole_array(NULL, B, S, num_kv_heads, Hv)
-    a.out = whole_array(NULL, B, T, num_heads, Hv)
-    a.lse.data = NULL
-    a.scale = scale
-    a.causal = causal
-    a.query_offset = read_integers(query_offset)
-    a.query_lengths = read_integers(query_lengths)
-    a.key_lengths = read_integers(key_lengths)
-    a.group = num_heads // num_kv_heads
-
-    threads = team_size(threads, attention_flops(&a) + 2.0 * (
-        B * T * w_q.depth * num_heads * H + B * S * w_kv.depth * num_kv_heads * (H + Hv)
-        + B * T * num_heads * Hv * w_o.columns[0]))
-    plan_gemm(&q_gemm, w_q, 0, 3 if together else 1, qkv, threads)
-    if together:
-        kv_gemm.rows = 0
-        plan_gemm(&kv_gemm, w_kv, 1, 1, &qkv[1], threads)
-    elif w_kv is w_q:
-        plan_gemm(&kv_gemm, w_kv, 1, 3, &qkv[1], threads)
-    else:
-        plan_gemm(&kv_gemm, w_kv, 0, 2, &qkv[1], threads)
-    split_attention(&a, threads)
-    plan_gemm(&o_gemm, w_o, 0, 1, &z, threads)
-    each = max(gemm_scratch(&q_gemm), gemm_scratch(&kv_gemm), gemm_scratch(&o_gemm),
-               attention_scratch(&a, &layout, NULL))
-    each = round_up(each, CACHE_LINE)
-    scratch = take_scratch((cursor - <char *>NULL) + each * threads)
-
-    cursor = scratch.data
-    a.q.data = carve(&cursor, B * T * num_heads * H * itemsize)
-    a.k.data = carve(&cursor, B * S * num_kv_heads * H * itemsize)
-    a.v.data = carve(&cursor, B * S * num_kv_heads * Hv * itemsize)
-    a.out.data = carve(&cursor, B * T * num_heads * Hv * itemsize)
-    workspace = cursor
-
-    qkv[0] = Target(a.q.data, num_heads * H, read_vector(b_q))
-    qkv[1] = Target(a.k.data, num_kv_heads * H, read_vector(b_k))
-    qkv[2] = Target(a.v.data, num_kv_heads * Hv, read_vector(b_v))
-    read_array(out, &array, True)
-    z = Target(array.data, w_o.columns[0], read_vector(b_o))
-    o_gemm.a = Rows(a.out.data, o_gemm.rows, 0, num_heads * Hv, 1)
-    norm.kernels = w_o.kernels
-    norm.how = ta_norm(w_o.columns[0], normalize, read_vector(norm_weight), read_vector(norm_bias),
-                       epsilon)
-    norm.rows = o_gemm.rows
-    norm.x = Rows(z.data, norm.rows, 0, z.row_stride, 1)
-    norm.residual = q_gemm.a
-    if not residual:
-        norm.residual.data = NULL
-    norm.out = z.data
-    norm.out_stride = z.row_stride
-    if normalize or residual:
-        o_gemm.norm = &norm
-
-    q_items = gemm_items(&q_gemm)
-    kv_items = gemm_items(&kv_gemm)
-    a_items = attention_items(&a)
-    o_items = gemm_items(&o_gemm)
-    norm_items = threads if o_gemm.norm != NULL and o_gemm.panel_parts > 1 else 0
-    now[0] = omp_get_wtime()
-    with nogil, parallel(num_threads=threads):
-        for i in prange(q_items + kv_items, schedule="dynamic"):
-            if i < q_items:
-                gemm_item(&q_gemm, i, workspace + threadid() * each)
-            else:
-                gemm_item(&kv_gemm, i - q_items, workspace + threadid() * each)
-        if threadid() == 0:
-            now[1] = omp_get_wtime()
-        for i in prange(a_items, schedule="dynamic"):
-            attention_item(&a, i, workspace + threadid() * each)
-        if threadid() == 0:
-            now[2] = omp_get_wtime()
-        for i in prange(o_items, schedule="dynamic"):
-            gemm_item(&o_gemm, i, workspace + threadid() * each)
-        for i in prange(norm_items, schedule="static"):
-            norm_item(&norm, i, norm_items)
-    now[3] = omp_get_wtime()
-    give_scratch(scratch)
-    return (now[1] - now[0], now[2] - now[1], now[3] - now[2])
-
-
 cdef const char *read_vector(object source) except? NULL:
     """Pointer to a contiguous vector, NULL for None."""
     cdef Array array
@@ -909,6 +800,169 @@ cdef const char *read_vector(object source) except? NULL:
         return NULL
     read_array(source, &array)
     return array.data
+
+
+cdef class Block:
+    """norm(x + attention(x W_Q, c W_K, c W_V) W_O): the packed weights, and what is the same each call.
+
+    weights: w_q[D, N, H], w_k[Dc, K, H], w_v[Dc, K, Hv], w_o[N, Hv, D]. biases: contiguous [N H], [K H],
+    [K Hv], [D], or None each. norm: None, or weight[D], bias[D] (contiguous, or None each) and epsilon.
+    All is checked by the caller.
+    """
+
+    cdef PackedMatrix w_q       # holds W_K and W_V as well, if D == Dc
+    cdef PackedMatrix w_kv      # then the same object
+    cdef PackedMatrix w_o
+    cdef tuple kept             # the arrays that the pointers below point into
+    cdef const char *biases[4]
+    cdef ta_norm norm
+    cdef bint residual, causal
+    cdef double scale
+    cdef Py_ssize_t N, K, H, Hv
+    cdef readonly Py_ssize_t nbytes
+
+    def __init__(self, tuple weights, tuple biases, tuple norm, bint residual, double scale,
+                 bint causal):
+        w_q, w_k, w_v, w_o = weights
+        self.N, self.H = w_q.shape[1], w_q.shape[2]
+        self.K, self.Hv = w_v.shape[1], w_v.shape[2]
+        flat = [w.reshape(w.shape[0], -1) for w in (w_q, w_k, w_v)]
+        if w_q.shape[0] == w_k.shape[0]:
+            self.w_q = self.w_kv = PackedMatrix(*flat)
+            self.nbytes = self.w_q.nbytes
+        else:
+            self.w_q = PackedMatrix(flat[0])
+            self.w_kv = PackedMatrix(flat[1], flat[2])
+            self.nbytes = self.w_q.nbytes + self.w_kv.nbytes
+        self.w_o = PackedMatrix(w_o.reshape(-1, w_o.shape[2]))
+        self.nbytes += self.w_o.nbytes
+        self.kept = (biases, norm)
+        for i in range(4):
+            self.biases[i] = read_vector(biases[i])
+        self.norm.columns = w_o.shape[2]
+        self.norm.normalize = norm is not None
+        if norm is not None:
+            self.norm.weight = read_vector(norm[0])
+            self.norm.bias = read_vector(norm[1])
+            self.norm.epsilon = norm[2]
+        self.residual, self.scale, self.causal = residual, scale, causal
+
+    def run(self, x, context, query_offset, query_lengths, key_lengths, out, int threads):
+        """The block's output for x[B, T, D] into out[B, T, D], in one parallel region.
+
+        context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. Returns
+        the seconds spent in projecting q, k and v, in attention, and in the rest.
+        """
+        cdef Gemm q_gemm, kv_gemm, o_gemm
+        cdef Target[3] qkv
+        cdef Target z
+        cdef Norm norm
+        cdef Attention a
+        cdef AttentionScratch layout
+        cdef Array array
+        cdef Scratch scratch
+        cdef uintptr_t cursor = 0
+        cdef char *workspace
+        cdef const ta_kernels *kernels = self.w_q.kernels
+        cdef Py_ssize_t itemsize = kernels.itemsize, N = self.N, K = self.K, H = self.H, Hv = self.Hv
+        cdef Py_ssize_t B = x.shape[0], T = x.shape[1]
+        cdef Py_ssize_t S = T if context is None else context.shape[1]
+        cdef Py_ssize_t i, each, q_items, kv_items, a_items, o_items, norm_items
+        cdef double[4] clock
+        cdef double *now = clock
+        cdef bint together = context is None and self.w_kv is self.w_q
+
+        if B * T == 0:
+            return (0.0, 0.0, 0.0)
+        read_rows(x, &q_gemm.a, &q_gemm.rows)
+        read_rows(x if context is None else context, &kv_gemm.a, &kv_gemm.rows)
+        read_array(out, &array, True)
+        a.query_offset = read_integers(query_offset)
+        a.query_lengths = read_integers(query_lengths)
+        a.key_lengths = read_integers(key_lengths)
+        require_possible(<double>itemsize * B * (
+            <double>T * N * (H + Hv) + <double>S * K * (H + Hv)))
+
+        # Where q, k, v and y will lie in the scratch; what each thread needs comes behind them.
+        a.kernels = kernels
+        a.q = whole_array(carve(&cursor, B * T * N * H * itemsize), B, T, N, H)
+        a.k = whole_array(carve(&cursor, B * S * K * H * itemsize), B, S, K, H)
+        a.v = whole_array(carve(&cursor, B * S * K * Hv * itemsize), B, S, K, Hv)
+        a.out = whole_array(carve(&cursor, B * T * N * Hv * itemsize), B, T, N, Hv)
+        a.lse.data = NULL
+        a.scale = self.scale
+        a.causal = self.causal
+        a.group = N // K
+        require_attention(&a)
+
+        threads = team_size(threads, attention_flops(&a) + 2.0 * (
+            B * T * self.w_q.depth * N * H + B * S * self.w_kv.depth * K * (H + Hv)
+            + B * T * N * Hv * self.norm.columns))
+        o_gemm.rows = q_gemm.rows
+        plan_gemm(&q_gemm, self.w_q, 0, 3 if together else 1, qkv, threads)
+        if together:
+            kv_gemm.rows = 0
+            plan_gemm(&kv_gemm, self.w_kv, 1, 1, &qkv[1], threads)
+        elif self.w_kv is self.w_q:
+            plan_gemm(&kv_gemm, self.w_kv, 1, 3, &qkv[1], threads)
+        else:
+            plan_gemm(&kv_gemm, self.w_kv, 0, 2, &qkv[1], threads)
+        split_attention(&a, threads)
+        plan_gemm(&o_gemm, self.w_o, 0, 1, &z, threads)
+        q_items = gemm_items(&q_gemm)
+        kv_items = gemm_items(&kv_gemm)
+        a_items = attention_items(&a)
+        o_items = gemm_items(&o_gemm)
+        threads = <int>min(<Py_ssize_t>threads, max(q_items + kv_items, a_items, o_items))
+        each = round_up(max(gemm_scratch(&q_gemm), gemm_scratch(&kv_gemm), gemm_scratch(&o_gemm),
+                            attention_scratch(&a, &layout, NULL)), CACHE_LINE)
+        scratch = take_scratch(cursor + each * threads)
+
+        a.q.data = scratch.data + <uintptr_t>a.q.data
+        a.k.data = scratch.data + <uintptr_t>a.k.data
+        a.v.data = scratch.data + <uintptr_t>a.v.data
+        a.out.data = scratch.data + <uintptr_t>a.out.data
+        workspace = scratch.data + cursor
+        qkv[0] = Target(a.q.data, N * H, self.biases[0])
+        qkv[1] = Target(a.k.data, K * H, self.biases[1])
+        qkv[2] = Target(a.v.data, K * Hv, self.biases[2])
+        z = Target(array.data, self.norm.columns, self.biases[3])
+        o_gemm.a = Rows(a.out.data, o_gemm.rows, 0, N * Hv, 1)
+        norm.kernels = kernels
+        norm.how = self.norm
+        norm.rows = o_gemm.rows
+        norm.x = Rows(z.data, norm.rows, 0, z.row_stride, 1)
+        norm.residual = q_gemm.a
+        if not self.residual:
+            norm.residual.data = NULL
+        norm.out = z.data
+        norm.out_stride = z.row_stride
+        norm_items = 0
+        if self.norm.normalize or self.residual:
+            o_gemm.norm = &norm
+            if o_gemm.panel_parts > 1:
+                norm_items = threads
+
+        now[0] = omp_get_wtime()
+        with nogil, parallel(num_threads=threads):
+            for i in prange(q_items + kv_items, schedule="dynamic"):
+                if i < q_items:
+                    gemm_item(&q_gemm, i, workspace + threadid() * each)
+                else:
+                    gemm_item(&kv_gemm, i - q_items, workspace + threadid() * each)
+            if threadid() == 0:
+                now[1] = omp_get_wtime()
+            for i in prange(a_items, schedule="dynamic"):
+                attention_item(&a, i, workspace + threadid() * each)
+            if threadid() == 0:
+                now[2] = omp_get_wtime()
+            for i in prange(o_items, schedule="dynamic"):
+                gemm_item(&o_gemm, i, workspace + threadid() * each)
+            for i in prange(norm_items, schedule="static"):
+                norm_item(&norm, i, norm_items)
+        now[3] = omp_get_wtime()
+        give_scratch(scratch)
+        return (now[1] - now[0], now[2] - now[1], now[3] - now[2])
 
 
 def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
@@ -928,6 +982,7 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
     threads = team_size(threads, 2.0 * g.rows * w.depth * sum(w.columns))
     plan_gemm(&g, w, 0, <int>len(w.columns), targets, threads)
     items = gemm_items(&g)
+    threads = <int>max(<Py_ssize_t>1, min(<Py_ssize_t>threads, items))
     each = round_up(gemm_scratch(&g), CACHE_LINE)
     scratch = take_scratch(each * threads)
     with nogil, parallel(num_threads=threads):
@@ -952,6 +1007,7 @@ def layer_norm(x, residual, out, weight, bias, double epsilon, int threads):
     n.how = ta_norm(x.shape[2], True, read_vector(weight), read_vector(bias), epsilon)
     threads = team_size(threads, 8.0 * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
+    threads = <int>items
     for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
         norm_item(&n, i, items)
 

@@ -253,13 +253,14 @@ class AttentionBlock:
         self.scale = check_scale(scale, H)
         self.is_causal = bool(is_causal)
 
-        flat_q, flat_k, flat_v = (w.reshape(w.shape[0], -1) for w in (w_q, w_k, w_v))
-        if Dc == D:
-            self._w_q = self._w_kv = _core.PackedMatrix(flat_q, flat_k, flat_v)
-        else:
-            self._w_q = _core.PackedMatrix(flat_q)
-            self._w_kv = _core.PackedMatrix(flat_k, flat_v)
-        self._w_o = _core.PackedMatrix(w_o.reshape(-1, D))
+        self._core = _core.Block(
+            (w_q, w_k, w_v, w_o),
+            (self.b_q, self.b_k, self.b_v, self.b_o),
+            None if norm is None else (self._norm_weight, self._norm_bias, norm.eps),
+            self.residual,
+            self.scale,
+            self.is_causal,
+        )
 
     @classmethod
     def from_linear(
@@ -339,8 +340,7 @@ class AttentionBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weights."""
-        matrices = {id(w): w for w in (self._w_q, self._w_kv, self._w_o)}
-        return sum(w.nbytes for w in matrices.values())
+        return self._core.nbytes
 
     def __repr__(self) -> str:
         context = "" if self.context_dim == self.model_dim else f", Dc={self.context_dim}"
@@ -465,27 +465,11 @@ class AttentionBlock:
 
         # The norm reads x by whole vectors; projections take any strides.
         rows = x if x.strides[-1] == x.itemsize or D == 1 else np.ascontiguousarray(x)
-        rows_source = rows if context is None else source
-        seconds = _core.block(
-            rows if has_batch else rows[None],
-            rows_source if has_batch else rows_source[None],
-            context is None,
-            self._w_q,
-            self._w_kv,
-            self._w_o,
-            self.b_q,
-            self.b_k,
-            self.b_v,
-            self.b_o,
-            self.num_heads,
-            self.num_kv_heads,
-            self.residual,
-            self.norm is not None,
-            self._norm_weight,
-            self._norm_bias,
-            self.norm.eps if self.norm is not None else 0.0,
-            self.scale,
-            self.is_causal,
+        if not has_batch:
+            rows, source = rows[None], source[None]
+        seconds = self._core.run(
+            rows,
+            None if context is None else source,
             offset,
             query_lengths,
             key_lengths,

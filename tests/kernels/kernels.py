@@ -71,6 +71,7 @@ PROTOTYPES = {
     "all_finite": (c_int, c_void_p, c_ssize_t),
     "add_norm_row": (None, c_void_p, c_void_p, c_void_p, POINTER(Norm)),
     "fma_rounds": (c_double, c_ssize_t),
+    "read_all": (c_double, c_void_p, c_ssize_t),
 }
 
 

@@ -9,7 +9,7 @@ from tests.kernels.kernels import address
 from tests.kernels.test_pack import pack_rows
 from tests.oracle import GUARD, Guarded, gamma, random, same_bits
 
-RAISE = 40  # kernel/attention.inc.h: a maximum is raised for scores more than this above it
+RAISE = 8  # kernel/attention.inc.h: a maximum is raised for scores more than this above it
 GAP = 5  # between rows of scores and of outputs
 
 
@@ -238,9 +238,9 @@ def test_only_the_panels_of_the_keys_asked_for_are_written(kernels):
 
 
 def whole_scores(kernels, rows, panels, seed=0):
-    """Whole numbers in [-20, 20]: powers of two, so that weights and sums are exact."""
+    """Whole numbers in [-20, RAISE]: powers of two, so that weights and sums are exact."""
     keys = panels * kernels.attention_nr
-    return np.random.default_rng(seed).integers(-20, 21, (rows, keys)).astype(kernels.dtype)
+    return np.random.default_rng(seed).integers(-20, RAISE + 1, (rows, keys)).astype(kernels.dtype)
 
 
 def lane_sums(kernels, weights):
@@ -351,10 +351,10 @@ def test_value_bits_are_those_of_a_sum_in_order(kernels):
                 weights = random(0, rows, keys, dtype=kernels.dtype)
                 v = random(1, keys, columns, dtype=kernels.dtype)
                 out = random(2, rows, columns, dtype=kernels.dtype)
-                expected = out
+                of_block = np.zeros_like(out)
                 for j in range(keys):
-                    expected = kernels.multiply_add(weights[:, j, None], v[j], expected)
-                assert same_bits(values(kernels, weights, v, out), expected.astype(kernels.dtype))
+                    of_block = kernels.multiply_add(weights[:, j, None], v[j], of_block)
+                assert same_bits(values(kernels, weights, v, out), out + of_block)
 
 
 def test_value_error(kernels):
@@ -472,11 +472,6 @@ def test_all_finite(kernels):
                 v[j] = old
 
 
-def test_fma_rounds_counts_operations(kernels):
-    assert kernels.fma_rounds(0) == 0
-    assert kernels.fma_rounds(20) == 2 * kernels.fma_rounds(10) > 0
-
-
 # ------------------------------------------------------------------ all together
 
 
@@ -540,7 +535,8 @@ def check_blocks(kernels, q, blocks, sees=None):
     bound = 2 * of_score + 2 * gamma(keys + 4, kernels.dtype)
     assert (np.abs(got - exact) <= (bound * largest)[:, None]).all()
     seen = np.isfinite(exact_lse)
-    assert (np.abs(lse - exact_lse)[seen] <= (bound + gamma(4, kernels.dtype) * size)[seen]).all()
+    error = np.abs(lse[seen] - exact_lse[seen])
+    assert (error <= (bound + gamma(4, kernels.dtype) * size)[seen]).all()
     assert (lse[~seen] == -np.inf).all()
     assert not got[~seen].any()
 
@@ -579,8 +575,8 @@ def test_rows_that_see_their_first_key_in_a_later_block(kernels):
     mr = kernels.attention_mr
     q = random(9, mr, 8, dtype=kernels.dtype)
     blocks = make_blocks(kernels, [32] * 4, 8, 11)
-    first = np.array([0, 31, 32, 40, 127, 128])[:mr].repeat(2)[:mr]
-    last = np.array([128, 128, 128, 41, 128, 128])[:mr].repeat(2)[:mr]
+    first = np.resize([0, 31, 32, 40, 127, 128], mr)
+    last = np.resize([128, 128, 128, 41, 128, 128], mr)
     check_blocks(kernels, q, blocks, (first, last))
 
 

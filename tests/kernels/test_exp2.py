@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.kernels.test_attention import softmax
+from tests.kernels.test_attention import RAISE, softmax
 from tests.oracle import random
 
 # What kernel/exp2.inc.h promises; 4e-16 leaves its 2e-16 the last rounding of the result.
@@ -11,7 +11,7 @@ RELATIVE_ERROR = {np.dtype(np.float32): 1e-7, np.dtype(np.float64): 4e-16}
 
 
 def exp2(kernels, x):
-    """2^x for a vector with x <= 40, at most which the scores' maximum stays where it is."""
+    """2^x for a vector with x <= RAISE, at most which the scores' maximum stays where it is."""
     whole = np.full(
         -(-x.size // kernels.attention_nr) * kernels.attention_nr, -np.inf, kernels.dtype
     )
@@ -32,9 +32,9 @@ def relative_error(kernels, x):
 
 def test_relative_error(kernels):
     step = np.random.default_rng(0).random(1 << 18)
-    near_half = np.arange(-126, 40)[:, None] + 0.5 + np.linspace(-1e-6, 1e-6, 101)
+    near_half = np.arange(-126, RAISE)[:, None] + 0.5 + np.linspace(-1e-6, 1e-6, 101)
     for x in (
-        lowest(kernels) + (40 - lowest(kernels)) * step,
+        lowest(kernels) + (RAISE - lowest(kernels)) * step,
         -2 * step,
         2 * step - 1,
         1e-6 * (step - 0.5),
@@ -44,7 +44,7 @@ def test_relative_error(kernels):
 
 
 def test_whole_numbers_are_exact(kernels):
-    n = np.arange(lowest(kernels), 41)
+    n = np.arange(lowest(kernels), RAISE + 1)
     np.testing.assert_array_equal(exp2(kernels, n.astype(kernels.dtype)), np.exp2(n.astype(float)))
 
 
@@ -72,7 +72,7 @@ def test_absolute_error_between_the_clamp_and_the_normal_numbers(kernels):
 
 
 def test_positive_everywhere_above(kernels):
-    x = lowest(kernels) + (40 - lowest(kernels)) * np.linspace(0, 1, 1 << 16)
+    x = lowest(kernels) + (RAISE - lowest(kernels)) * np.linspace(0, 1, 1 << 16)
     assert (exp2(kernels, x.astype(kernels.dtype)) > 0).all()
 
 

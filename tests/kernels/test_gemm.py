@@ -102,9 +102,10 @@ def test_a_column_does_not_depend_on_the_width_of_the_tile(kernels):
         assert same_bits(part, np.ascontiguousarray(whole[:, left]))
 
 
-def test_memory_to_prefetch_changes_nothing(kernels):
+def test_what_is_prefetched_changes_nothing(kernels):
+    """The prefetched memory is named last in the struct: right only if all the others are."""
     a, b, c, bias = inputs(kernels, kernels.gemm_mr, kernels.gemm_nr, 33)
-    for size in (1, 100, 10_000):
+    for size in (0, 1, 1000):
         ahead = np.full(size, np.nan, kernels.dtype)
         assert same_bits(gemm(kernels, a, b, c, bias, ahead), gemm(kernels, a, b, c, bias))
 
