@@ -9,6 +9,7 @@
 #else
 #include <pthread.h>
 #endif
+#include <stdint.h>
 #include <stdlib.h>
 
 #include "tileattn.h"
@@ -52,7 +53,10 @@ enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
 
 void *ta_allocate(size_t bytes)
 {
-    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : CACHE_LINE;
+    /* From half a huge page on, a whole one: small pages land in a cache's sets by chance. */
+    size_t alignment = bytes >= HUGE_PAGE / 2 ? HUGE_PAGE : CACHE_LINE;
+    if (alignment == HUGE_PAGE && bytes <= SIZE_MAX - HUGE_PAGE)
+        bytes = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     void *memory = NULL;
 #ifdef _WIN32
     memory = _aligned_malloc(bytes ? bytes : 1, alignment);
@@ -63,7 +67,7 @@ void *ta_allocate(size_t bytes)
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     /* Advice: where huge pages are not to be had, the memory works all the same. */
     if (memory != NULL && alignment == HUGE_PAGE)
-        (void)madvise(memory, bytes - bytes % HUGE_PAGE, MADV_HUGEPAGE);
+        (void)madvise(memory, bytes, MADV_HUGEPAGE);
 #endif
     return memory;
 }

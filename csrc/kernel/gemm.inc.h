@@ -29,6 +29,9 @@ TA_NOINLINE void gemm_store(const ta_gemm_tile *t, const real *products, int wid
     }
 }
 
+/* Steps between two lots of prefetches. */
+#define TA_GEMM_PART 32
+
 #define gemm_body TA_NAME(gemm_body)
 TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *t)
 {
@@ -41,19 +44,21 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    /* The slice is cut into as many parts as there are rows, and each part asks for one row of C and
-     * its share of what comes next: more misses at once would fill the line buffers, and A and B, which
-     * come from the second-level cache through the same buffers, would wait. */
-    const ptrdiff_t part = (t->depth + rows - 1) / rows;
-    const ptrdiff_t next_part = (t->next_bytes + rows - 1) / rows;
-    ptrdiff_t p = 0, next = 0;
-    for (int i = 0; p < t->depth; i++, p += part) {
-        TA_UNROLL
-        for (int j = 0; j < vectors * (int)sizeof(vec); j += TA_CACHE_LINE)
-            __builtin_prefetch((char *)(c + i * t->c_stride) + j, 1, 3);
-        for (; next < (i + 1) * next_part && next < t->next_bytes; next += TA_CACHE_LINE)
+    /* The slice is worked in parts, and each part asks for its share of C and of what comes next: more
+     * misses at once would fill the line buffers, and A and B, which come from the second-level cache
+     * through the same buffers, would wait. */
+    const ptrdiff_t parts = (t->depth + TA_GEMM_PART - 1) / TA_GEMM_PART;
+    ptrdiff_t next = 0, row = 0;
+    for (ptrdiff_t part = 0; part < parts; part++) {
+        for (; row * parts < (part + 1) * rows && row < rows; row++) {
+            TA_UNROLL
+            for (int j = 0; j < width * (int)sizeof(real); j += TA_CACHE_LINE)
+                __builtin_prefetch((char *)(c + row * t->c_stride) + j, 1, 3);
+        }
+        for (; next * parts < (part + 1) * t->next_bytes; next += TA_CACHE_LINE)
             __builtin_prefetch((const char *)t->next + next, 0, 2);
-        outer_products(acc, rows, vectors, t->depth - p < part ? t->depth - p : part,
+        ptrdiff_t p = part * TA_GEMM_PART, left = t->depth - p;
+        outer_products(acc, rows, vectors, left < TA_GEMM_PART ? left : TA_GEMM_PART,
                        (const real *)t->a + p * rows, 1, rows, (const real *)t->b + p * width, width);
     }
 

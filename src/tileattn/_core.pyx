@@ -22,6 +22,8 @@ from libc.stdint cimport int64_t, uintptr_t
 
 cdef extern from "omp.h" nogil:
     int omp_get_max_threads() noexcept
+    int omp_get_num_procs() noexcept
+    int omp_get_proc_bind() noexcept
     double omp_get_wtime() noexcept
 
 cdef extern from *:
@@ -35,14 +37,18 @@ cdef enum:
     # Length of the slices in which every product sums over its contracted axis, whatever the number
     # of rows: one order of summation for all. One pass over 4096 doubles the error of blocked sums.
     GEMM_KC = 512
+    # Bytes ahead that a single register tile prefetches. Without, 4 rows read B from DRAM at 68% of the
+    # bandwidth instead of 88%; 64 KiB ahead are no better, and worse where B lies in a cache.
+    STREAM_AHEAD = 4096
+    # Bytes of a block of A up to which it is packed over the whole depth, so that every panel of B is
+    # read in one stream and C stays in the first-level cache: a part of any second-level cache.
+    WHOLE_DEPTH = 1 << 19
     # Query rows (positions times heads of the group) that share one packed block of keys: 192 spend
     # twice the time on packing, 768 gain 1-3% on one thread and leave little to balance on more.
     TILE_ROWS = 384
     # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
     SKEW = 16
     CACHE_LINE = 64
-    # Scratch is whole huge pages: their lines cannot fall together in a few sets of a cache.
-    HUGE_PAGE = 1 << 21
 
 
 # ------------------------------------------------------------------ arrays and scratch memory
@@ -103,7 +109,6 @@ cdef Scratch take_scratch(size_t size) except *:
         scratch.size = kept_bytes
         kept = NULL
         return scratch
-    size = round_up(size, HUGE_PAGE)
     scratch.data = <char *>ta_allocate(size)
     scratch.size = size
     if scratch.data == NULL:
@@ -208,9 +213,11 @@ cdef Py_ssize_t gemm_items(const Gemm *g) noexcept nogil:
 cdef Py_ssize_t gemm_scratch(const Gemm *g) noexcept nogil:
     """Bytes of packed A that a thread needs."""
     cdef const ta_kernels *kernels = g.kernels
-    return kernels.itemsize * (
-        max(kernels.gemm_mr * g.depth, kernels.gemm_mc * <Py_ssize_t>GEMM_KC) + kernels.vl
-    )
+    return max(
+        kernels.itemsize * kernels.gemm_mr * g.depth,
+        kernels.itemsize * kernels.gemm_mc * min(<Py_ssize_t>GEMM_KC, g.depth),
+        min(<Py_ssize_t>WHOLE_DEPTH, kernels.itemsize * kernels.gemm_mc * g.depth),
+    ) + kernels.vl * kernels.itemsize
 
 
 cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t tiles, Py_ssize_t pc,
@@ -235,7 +242,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
     cdef Py_ssize_t row_end = (row_part + 1) * g.rows // g.row_parts
     cdef Py_ssize_t panel_begin = panel_part * g.panel_count // g.panel_parts
     cdef Py_ssize_t panel_end = (panel_part + 1) * g.panel_count // g.panel_parts
-    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin
+    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin, width
     cdef const Panel *b
     cdef const Target *c
     cdef ta_gemm_tile t
@@ -244,8 +251,9 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
     while ic < row_end:                                         # blocks of rows
         rows = min(<Py_ssize_t>kernels.gemm_mc, row_end - ic)
         tiles = ceil_div(rows, kernels.gemm_mr)
-        # A single tile is packed over the whole depth, and every panel read in one stream.
-        pack_depth = g.depth if tiles == 1 else min(<Py_ssize_t>GEMM_KC, g.depth)
+        pack_depth = g.depth
+        if tiles > 1 and rows * g.depth * itemsize > WHOLE_DEPTH:
+            pack_depth = min(<Py_ssize_t>GEMM_KC, g.depth)
         pc = 0
         while True:                                             # slices of the contracted axis
             pack_depth = min(pack_depth, g.depth - pc)
@@ -263,14 +271,19 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
                     t.bias = NULL
                     if c.bias != NULL and kc + t.depth == g.depth:
                         t.bias = c.bias + b.column * itemsize
-                    # The tiles share the prefetching of the next panel. A single tile leaves it to the
-                    # hardware, which follows its one stream.
-                    t.next = NULL
-                    t.next_bytes = 0
-                    if tiles > 1 and panel + 1 < panel_end:
-                        t.next = b[1].data + kc * round_up(b[1].columns, kernels.vl) * itemsize
-                        t.next_bytes = ceil_div(
-                            t.depth * round_up(b[1].columns, kernels.vl) * itemsize, tiles)
+                    # The tiles share the prefetching of the slice that is read next; a single one has
+                    # read it in no time, and looks less far ahead.
+                    width = round_up(b.columns, kernels.vl) * itemsize
+                    t.next_bytes = ceil_div(t.depth * width, tiles)
+                    if tiles == 1:
+                        t.next = <const char *>t.b + STREAM_AHEAD
+                    elif kc + t.depth < pc + pack_depth:
+                        t.next = <const char *>t.b + t.depth * width
+                    elif panel + 1 < panel_end:
+                        t.next = b[1].data + pc * round_up(b[1].columns, kernels.vl) * itemsize
+                    else:
+                        t.next = NULL
+                        t.next_bytes = 0
                     for tile in range(tiles):                   # register tiles
                         begin = tile * rows // tiles
                         t.rows = <int>((tile + 1) * rows // tiles - begin)
@@ -601,7 +614,10 @@ def kernel_table(str dtype):
 def allowed_threads():
     """What OMP_NUM_THREADS, the OpenMP runtime and the CPU affinity allow, asked anew each time."""
     cdef int threads = omp_get_max_threads(), cpus = ta_allowed_cpus()
-    return min(threads, cpus) if cpus else threads
+    # A runtime that binds threads (OMP_PROC_BIND) has bound this one to a CPU of its own.
+    if cpus == 0 or omp_get_proc_bind() != 0:
+        return threads
+    return min(threads, cpus)
 
 
 cdef enum:
@@ -614,7 +630,8 @@ cdef int team_size(int threads, double flops) noexcept:
     # The child of a fork has lost the OpenMP threads and would wait for them for ever.
     if threads < 1 or flops < FLOPS_WORTH_A_THREAD or ta_is_forked_child():
         return 1
-    return threads
+    # Beyond a few for each CPU threads only wait, and a failed thread creation would end the process.
+    return min(threads, max(16, 4 * omp_get_num_procs()))
 
 
 def measure_fma_peak(str dtype, int threads):
