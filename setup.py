@@ -1,5 +1,6 @@
 """The extension modules; everything else about the build stands in pyproject.toml."""
 
+import os
 import sys
 from glob import glob
 
@@ -7,8 +8,22 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 # No -march, no -ffast-math: each ISA opens its own target region inside its source file, and the
-# floating-point state of the user's process is left alone. FMA contraction is wanted.
-COMPILE = ["-O2", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden"]
+# floating-point state of the user's process is left alone. FMA contraction is wanted. Some Pythons
+# hand their own -flto down, but nothing may move between the ISAs' regions at link time.
+COMPILE = [
+    "-O2",
+    "-std=gnu11",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-fno-lto",
+]
+LINK = ["-fno-lto"]
+# Nearly every build of Python hands its own -g down, and symbols would be six sevenths of the file.
+# Profilers and debuggers need them: CFLAGS=-g keeps them.
+if sys.platform == "linux" and "-g" not in os.environ.get("CFLAGS", "").split():
+    COMPILE.append("-g0")
+    LINK.append("-Wl,-s")
 # Apple's clang has no OpenMP of its own: Homebrew's libomp is found through CFLAGS and LDFLAGS.
 OPENMP_COMPILE, OPENMP_LINK = (
     (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
@@ -24,7 +39,7 @@ def extension(name: str, sources: list[str]) -> Extension:
         include_dirs=["csrc"],
         depends=glob("csrc/**/*.h", recursive=True),
         extra_compile_args=COMPILE + OPENMP_COMPILE,
-        extra_link_args=OPENMP_LINK,
+        extra_link_args=LINK + OPENMP_LINK,
     )
 
 
