@@ -92,7 +92,7 @@ def test_run_prints_every_operation_and_passes(capsys):
     assert lines[1] == sizes.sizes_text()
     for row in sizes.rows:
         (line,) = (line for line in lines if line.startswith(row.operation))
-        assert line.endswith(row.output_text)
+        assert f"  {row.output_text}  " in line
         assert f" {cost.format_count(row.flops)} " in line
         assert f" {cost.format_count(row.params) if row.params else '-'} " in line
     text = "\n".join(lines)
@@ -129,33 +129,75 @@ def test_run_options(capsys, options, first_line):
         assert float(line.split()[2]) < 1e-13
 
 
+SECONDS = [2e-6, 3e-3, 0.025, 0.25, 3.0, 1e-4]  # of the operations, each by itself
+
+
 def test_run_table_is_made_of_flops_time_and_peak(capsys, monkeypatch):
-    steps = [("project q, k, v", 2e-6), ("attention", 0.25), ("project output + LayerNorm", 3.0)]
-    numpy_steps = [("project q, k, v", 1.0), ("attention", 0.5), ("project output", 0.5)]
-    times = command._Times(0.004, steps, numpy_steps, PEAK, 7)
+    times = command._Times(SECONDS, 0.004, (2.0, 0.5), PEAK, 7)
     monkeypatch.setattr(command, "_time", lambda problem, threads, rounds: times)
     lines = lines_of(capsys, "run", *SMALL)
     rows = cost.attention_block_cost(2, 12, 16, 4, 2, 8, is_causal=True).rows
 
-    def measured(start):
-        (line,) = (line for line in lines if line.startswith(start))
-        return line[len(start) :].split()
-
-    def expected(flops, seconds):
+    def check(line, flops, seconds, text):
         rate = flops / seconds / 1e9
-        return [f"{rate:.1f}", f"{100 * rate / PEAK:.1f}"]
+        assert line.split()[-4:] == [*text.split(), f"{rate:.1f}", f"{rate / PEAK:.1%}"]
 
-    for (name, seconds), covered, time in zip(
-        steps, ((0, 1, 2), (3, 5), (6,)), ("2.0 us", "250.00 ms", "3.00 s"), strict=True
-    ):
-        flops = sum(rows[index].flops for index in covered)
-        assert measured(f"  = {name} ")[-4:] == [*time.split(), *expected(flops, seconds)]
-    flops = sum(row.flops for row in rows if row.is_matmul)
-    assert measured("whole block, one call")[-4:] == ["4.00", "ms", *expected(flops, 0.004)]
-    assert any("median of 7 rounds" in line for line in lines)
-    assert (
-        "NumPy       block 2.00 s, 500.0 times tileattn's; attention 500.00 ms, 2.0 times" in lines
+    def line_of(start):
+        (line,) = (line for line in lines if line.startswith(start))
+        return line
+
+    # Scores, softmax and values run as one, and softmax's FLOPs are of another kind.
+    timed = (
+        (0, rows[0].flops, "2.00 us"),
+        (1, rows[1].flops, "3.00 ms"),
+        (2, rows[2].flops, "25.0 ms"),
+        (4, rows[3].flops + rows[5].flops, "250 ms"),
+        (6, rows[6].flops, "3.00 s"),
+        (7, rows[7].flops, "100 us"),
     )
+    for (index, flops, text), seconds in zip(timed, SECONDS, strict=True):
+        check(line_of(rows[index].operation), flops, seconds, text)
+    ends = [line_of(rows[index].operation).split(rows[index].output_text)[1] for index in (3, 4, 5)]
+    assert [end.split()[0] for end in ends] == ["\\", ">", "/"]
+    assert [len(end.split()) for end in ends] == [1, 5, 1]
+    flops = sum(row.flops for row in rows if row.is_matmul)
+    check(line_of("one after the other"), flops, sum(SECONDS), "3.28 s")
+    check(line_of("the block in one call"), flops, 0.004, "4.00 ms")
+    assert any("medians of 7 rounds" in line for line in lines)
+    assert "NumPy       block 2.00 s, 500.0 times tileattn's; attention 500 ms, 2.0 times" in lines
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 512, 768, 12, 4, 64), (128, 512, 1024, 16, 16, 64), (1, 16384, 8192, 64, 8, 128)],
+)
+def test_run_table_fits_the_screen(sizes):
+    model = cost.attention_block_cost(*sizes, is_causal=True)
+    # At 4321 GFLOP/s, which is more than CPUs reach.
+    seconds = [
+        sum(row.flops for row in model.rows[covered]) / 4321e9
+        for covered in command.ROWS_OF_OPERATION
+    ]
+    times = command._Times(seconds, sum(seconds), None, 5000.0, 15)
+    assert max(map(len, command._table(model, times).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (1e-9, "0.00 us"),
+        (9.994e-6, "9.99 us"),
+        (9.996e-6, "10.0 us"),
+        (99.94e-6, "99.9 us"),
+        (99.96e-6, "100 us"),
+        (999.4e-6, "999 us"),
+        (999.6e-6, "1.00 ms"),
+        (0.9996, "1.00 s"),
+        (12345.6, "12346 s"),
+    ],
+)
+def test_durations_have_three_figures(seconds, text):
+    assert command._duration(seconds) == text
 
 
 @pytest.mark.parametrize("wrong", [1e-4, np.nan, np.inf])
@@ -203,16 +245,33 @@ PROBLEMS = [
 @pytest.mark.parametrize("options", PROBLEMS)
 def test_the_comparison_in_numpy_computes_the_same_block(options):
     problem = problem_of(**options)
-    y, steps = command._numpy_block(problem.x, problem.weights)
+    y, (block, attention) = command._numpy_block(problem.x, problem.weights)
     # Both in float64, from sums of a dozen terms.
     expected = reference.attention_block(problem.x, **problem.weights)
     np.testing.assert_allclose(y, expected, rtol=1e-11, atol=1e-12)
-    assert [name for name, _ in steps] == [
-        "project q, k, v",
-        "attention",
-        "project output + LayerNorm",
-    ]
-    assert all(seconds > 0 for _, seconds in steps)
+    assert 0 < attention < block
+
+
+@pytest.mark.parametrize(
+    # Files without a norm are without a residual too: there is no row for it.
+    "options",
+    [o for o in PROBLEMS if o.get("norm", "") is not None or not o.get("residual", True)],
+)
+def test_the_operations_by_themselves_make_the_block(options):
+    problem = problem_of(**options)
+    # As a file may hold them: in another order of memory, and one element off.
+    problem.x = np.asfortranarray(problem.x)
+    raw = np.zeros(problem.weights["w_q"].nbytes + 1, dtype=np.uint8)[1:]
+    unaligned = raw.view(np.float64).reshape(problem.weights["w_q"].shape)
+    unaligned[...] = problem.weights["w_q"]
+    problem.weights["w_q"] = unaligned
+    operations, output = command._operations(problem, 1)
+    for call in operations:
+        call()
+    expected = reference.attention_block(problem.x, **problem.weights)
+    np.testing.assert_allclose(output.reshape(expected.shape), expected, rtol=1e-11, atol=1e-12)
+    rows = 8 if problem.weights["norm"] is not None else 7
+    assert command.ROWS_OF_OPERATION[len(operations) - 1].stop == rows
 
 
 @pytest.mark.parametrize("options", PROBLEMS)
@@ -279,24 +338,27 @@ def test_the_comparison_in_numpy_is_left_out_where_its_scores_would_not_fit(caps
 
 def test_a_call_of_each_round_is_timed_and_the_median_counts(monkeypatch):
     problem = command._seeded(command._parser().parse_args(["run", *SMALL]))
-    clock = iter([1.0, 2.0, 1.0, 6.0, 1.0, 4.0])  # rounds of 1, 5 and 3 seconds
-    numpy_seconds = iter([100.0, 2.0, 200.0, 9.0, 300.0, 4.0])  # each after a warm-up
+    called = []
     monkeypatch.setattr(
-        command, "_numpy_block", lambda x, weights: (x, [("attention", next(numpy_seconds))])
+        command,
+        "_operations",
+        lambda problem, threads: ([lambda: called.append(1), lambda: called.append(2)], None),
     )
+    monkeypatch.setattr(problem.block.__class__, "__call__", lambda *a, **o: called.append(3))
+    # Each round: two operations and the block, each with a start and an end.
+    rounds = ((1, 10, 100), (5, 30, 500), (3, 20, 300))
+    clock = iter([float(t) for times in rounds for seconds in times for t in (7, 7 + seconds)])
+    numpy_seconds = iter(
+        # Each after a warm-up.
+        [(99.0, 99.0), (2.0, 1.0), (99.0, 99.0), (9.0, 8.0), (99.0, 99.0), (4.0, 3.0)]
+    )
+    monkeypatch.setattr(command, "_numpy_block", lambda x, weights: (x, next(numpy_seconds)))
     monkeypatch.setattr(command.time, "perf_counter", lambda: next(clock))
     peaks = iter([70.0, 90.0, 80.0])
     monkeypatch.setattr(_core, "measure_fma_peak", lambda dtype, num_threads: next(peaks))
     times = command._time(problem, 1, 3)
-    assert times.block == 3.0
-    assert times.numpy_steps == [("attention", 4.0)]
-    assert [name for name, _ in times.steps] == [
-        "project q, k, v",
-        "attention",
-        "project output + LayerNorm",
-    ]
-    assert times.fma_peak == 90.0
-    assert times.rounds == 3
+    assert times == command._Times([3.0, 20.0], 300.0, (4.0, 3.0), 90.0, 3)
+    assert called == [1, 2, 3, 1, 2, 3] * 3  # the first turn of each round is not timed
     assert next(clock, None) is next(numpy_seconds, None) is None
 
 
@@ -428,7 +490,7 @@ def attention(tmp_path):
 def test_run_of_a_bare_attention_module_has_no_row_for_the_norm(capsys, attention):
     lines = lines_of(capsys, "run", "--weights", attention, "--heads", 2, "-T", 4, "--repeats", 1)
     assert not any("LayerNorm" in line for line in lines)
-    assert any(line.startswith("  = project output ") for line in lines)
+    assert "Totals and GFLOP/s count matrix products over visible pairs." in lines
     assert any(": passes, " in line for line in lines)
 
 

@@ -22,15 +22,17 @@ import numpy.typing as npt
 
 import tileattn
 from tileattn import AttentionBlock, LayerNorm, _core, reference
-from tileattn.cost import BlockCost, attention_block_cost, format_count
+from tileattn.cost import BlockCost, attention_block_cost, format_count, table_text
 
 Array = npt.NDArray[Any]
-#: Names of steps and their seconds, as `AttentionBlock.profile` returns them.
-Steps = list[tuple[str, float]]
 
 SIZES = {"B": 1, "T": 512, "D": 768, "N": 12, "K": 4, "H": 64}
-#: Which rows of the cost table each step of `AttentionBlock.profile` covers.
-ROWS_OF_STEP = (slice(0, 3), slice(3, 6), slice(6, 8))
+#: Which rows of the cost table each of `_operations` covers. Scores, softmax and values are one: a
+#: tile of scores never leaves the cache.
+ROWS_OF_OPERATION = (slice(1), slice(1, 2), slice(2, 3), slice(3, 6), slice(6, 7), slice(7, 8))
+ATTENTION = 3
+#: Of a time as text, such as 12.3 ms.
+DURATION_WIDTH = 7
 #: Error that always passes, in units of the output's root mean square: some 80 roundings.
 TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
 #: The comparison in NumPy holds all scores at once; beyond this it is left out.
@@ -240,9 +242,9 @@ class _Problem:
 class _Times:
     """Medians over the rounds, in seconds, and the best FMA rate of any round, in GFLOP/s."""
 
+    operations: list[float]  # each by itself, as `_operations` has them
     block: float
-    steps: Steps
-    numpy_steps: Steps
+    numpy: tuple[float, float] | None  # the block, and the attention in it
     fma_peak: float
     rounds: int
 
@@ -278,8 +280,12 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"{problem.title}, {dtype}, {'causal' if block.is_causal else 'not causal'}")
     print(cost.sizes_text(), end="\n\n")
     print(_table(cost, times))
-    print(f"Rows above a '=' run fused and are timed together: median of {times.rounds} rounds.")
-    print("GFLOP/s count matrix products over visible pairs.", end="\n\n")
+    print(
+        f"Each operation by itself, then the block in one call: medians of {times.rounds} rounds."
+    )
+    print("Totals and GFLOP/s count matrix products over visible pairs", end="")
+    print("." if block.norm is None else "; LayerNorm's row, 8 FLOPs an element.")
+    print()
     print(_comparison(times))
     verdict = "passes" if error <= limit else "FAILS"
     print(f"max error   {error:.1e} against the float64 reference: {verdict}, limit {limit:.0e}")
@@ -434,51 +440,94 @@ def _float64(value: Any) -> Any:
     return value.astype(np.float64) if isinstance(value, np.ndarray) else value
 
 
-def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
-    """Time the block, its steps and NumPy in turns, so that a slow moment hits all of them.
+def _operations(problem: _Problem, threads: int) -> tuple[list[Callable[[], object]], Array]:
+    """The block's operations, each by itself, and the array that the last one writes.
 
-    A turn begins with a call that is not timed: the first after a change of sides takes up to 30%
+    Each reads what those before it have written: all in order make the block.
+    """
+    weights = problem.weights
+    x = problem.x if problem.x.ndim == 3 else problem.x[None]
+    B, T, D = x.shape
+    _, N, H = weights["w_q"].shape
+    _, K, Hv = weights["w_v"].shape
+    q, k, v, y, z = (
+        np.empty((B, T, *axes), x.dtype) for axes in ((N, H), (K, H), (K, Hv), (N, Hv), (D,))
+    )
+
+    def projection(name: str, source: Array, result: Array) -> Callable[[], object]:
+        matrix = weights[f"w_{name}"].reshape(source.shape[-1], -1)
+        packed = _core.PackedMatrix(np.require(matrix, requirements="A"))
+        bias = weights.get(f"b_{name}")
+        biases = (None if bias is None else np.require(bias.reshape(-1), requirements=["C", "A"]),)
+        results = (result.reshape(B * T, -1),)
+        return lambda: _core.project(source, packed, results, biases, threads)
+
+    operations = [
+        projection("q", x, q),
+        projection("k", x, k),
+        projection("v", x, v),
+        lambda: tileattn.dot_product_attention(
+            q, k, v, is_causal=weights["is_causal"], out=y, num_threads=threads
+        ),
+        projection("o", y.reshape(B, T, N * Hv), z),
+    ]
+    if (norm := weights["norm"]) is None:
+        return operations, z
+    output, residual = np.empty_like(z), x if weights["residual"] else None
+    operations.append(lambda: norm(z, residual=residual, out=output, num_threads=threads))
+    return operations, output
+
+
+def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
+    """Time the block, its operations and NumPy in turns, so that a slow moment hits all of them.
+
+    A turn begins with calls that are not timed: the first after a change of sides takes up to 30%
     longer. The FMA peak has its turns too, or a slow moment could make more than 100% of it.
     """
     x, block = problem.x, problem.block
     B, T = problem.batch_and_length
     score_bytes = B * block.num_heads * T * T * x.itemsize
-    calls: list[float] = []
-    profiles: list[Steps] = []
-    numpy_profiles: list[Steps] = []
+    operations, _ = _operations(problem, threads)
+    calls: list[Callable[[], object]] = [*operations, lambda: block(x, num_threads=threads)]
+    seconds: list[list[float]] = [[] for _ in calls]
+    numpy_blocks: list[float] = []
+    numpy_attentions: list[float] = []
     peaks: list[float] = []
     for _ in range(rounds):
         if score_bytes <= NUMPY_SCORE_BYTES:
             time.sleep(PAUSE)
             _numpy_block(x, problem.weights)
-            numpy_profiles.append(_numpy_block(x, problem.weights)[1])
+            _, (whole, attention) = _numpy_block(x, problem.weights)
+            numpy_blocks.append(whole)
+            numpy_attentions.append(attention)
             time.sleep(PAUSE)
-        block(x, num_threads=threads)
-        start = time.perf_counter()
-        _, profile = block.profile(x, num_threads=threads)
-        calls.append(time.perf_counter() - start)
-        profiles.append(profile)
+        for call in calls:
+            call()
+        for call, durations in zip(calls, seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            durations.append(time.perf_counter() - start)
         peaks.append(_core.measure_fma_peak(x.dtype.name, threads))
+    *each, last = map(statistics.median, seconds)
     return _Times(
-        statistics.median(calls),
-        _median(profiles),
-        _median(numpy_profiles),
-        max(peaks),
-        rounds,
+        operations=each,
+        block=last,
+        numpy=(
+            (statistics.median(numpy_blocks), statistics.median(numpy_attentions))
+            if numpy_blocks
+            else None
+        ),
+        fma_peak=max(peaks),
+        rounds=rounds,
     )
 
 
-def _median(profiles: list[Steps]) -> Steps:
-    """The median of each step; no steps where there are no profiles."""
-    return [
-        (step[0][0], statistics.median(seconds for _, seconds in step))
-        for step in zip(*profiles, strict=True)
-    ]
-
-
 @np.errstate(all="ignore")
-def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, Steps]:
-    """The block as one writes it in NumPy, in x's dtype; its output, and its steps' seconds."""
+def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, tuple[float, float]]:
+    """The block as one writes it in NumPy, in x's dtype.
+
+    Its output, and the seconds that all of it took and the attention in it.
+    """
     *batch, T, D = x.shape
     _, N, H = weights["w_q"].shape
     _, K, Hv = weights["w_v"].shape
@@ -516,64 +565,65 @@ def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, Steps]:
         if norm.bias is not None:
             z += norm.bias
     times.append(time.perf_counter())
-    names = ("project q, k, v", "attention", "project output + LayerNorm")
-    return z, list(zip(names, np.diff(times).tolist(), strict=True))
+    return z, (times[3] - times[0], times[2] - times[1])
 
 
 def _table(cost: BlockCost, times: _Times) -> str:
-    """The rows of the cost table; below those that run fused, what their step takes."""
+    """The rows of the cost table with what each took; rows timed together share a brace."""
 
-    def measured(flops: int, seconds: float) -> tuple[str, str, str]:
+    def measured(flops: int, seconds: float, brace: str = " ") -> tuple[str, str, str]:
         rate = flops / seconds / 1e9
-        return _duration(seconds), f"{rate:.1f}", f"{100 * rate / times.fma_peak:.1f}"
+        time = f"{brace} {_duration(seconds):>{DURATION_WIDTH}}"
+        return time, f"{rate:.1f}", f"{rate / times.fma_peak:.1%}"
 
-    lines = [("operation", "FLOPs", "params", "output", "time", "GFLOP/s", "% peak")]
-    for (name, seconds), covered in zip(times.steps, ROWS_OF_STEP, strict=True):
+    def params(number: int) -> str:
+        return format_count(number) if number else "-"
+
+    body = []
+    for covered, seconds in zip(ROWS_OF_OPERATION, times.operations, strict=False):
         rows = cost.rows[covered]
-        for row in rows:
-            params = format_count(row.params) if row.params else "-"
-            lines.append(
-                (row.operation, format_count(row.flops), params, row.output_text, "", "", "")
-            )
-        flops = sum(row.flops for row in rows if row.is_matmul)
-        lines.append((f"  = {name}", format_count(flops), "", "", *measured(flops, seconds)))
-    lines.append(
-        (
-            "whole block, one call",
-            format_count(cost.matmul_flops),
-            format_count(cost.params),
-            "",
-            *measured(cost.matmul_flops, times.block),
+        # Softmax, which is no matrix product, is left out beside those that are.
+        flops = sum(row.flops for row in rows if row.is_matmul) or rows[0].flops
+        cells = [measured(flops, seconds)]
+        if len(rows) == 3:
+            blank = " " * DURATION_WIDTH
+            cells = [(f"\\ {blank}", "", ""), measured(flops, seconds, ">"), (f"/ {blank}", "", "")]
+        body += [
+            (row.operation, format_count(row.flops), params(row.params), row.output_text, *cell)
+            for row, cell in zip(rows, cells, strict=True)
+        ]
+    flops = cost.matmul_flops
+    totals = [
+        (name, format_count(flops), params(cost.params), "", *measured(flops, seconds))
+        for name, seconds in (
+            ("one after the other", sum(times.operations)),
+            ("the block in one call", times.block),
         )
-    )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if column in (0, 3) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
     ]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+    heading = ("operation", "FLOPs", "params", "output", "time", "GFLOP/s", "peak")
+    return table_text(heading, body, totals, left={0, 3})
 
 
 def _comparison(times: _Times) -> str:
-    if not times.numpy_steps:
+    if times.numpy is None:
         return "NumPy       not timed: it would hold all scores, more than 1 GiB"
-    block = sum(seconds for _, seconds in times.numpy_steps)
-    attention, ours = dict(times.numpy_steps)["attention"], dict(times.steps)["attention"]
+    block, attention = times.numpy
     return (
         f"NumPy       block {_duration(block)}, {block / times.block:.1f} times tileattn's; "
-        f"attention {_duration(attention)}, {attention / ours:.1f} times\n"
+        f"attention {_duration(attention)}, {attention / times.operations[ATTENTION]:.1f} times\n"
         "            (in turns with the block, in the same dtype; its BLAS chooses its own threads)"
     )
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    """Three figures and a unit: as many as repeat from run to run, in `DURATION_WIDTH` at most."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1, "s")):
+        number = seconds * factor
+        # 999.5 would be rounded to 1000: the next unit says it better.
+        if number < 999.5 or unit == "s":
+            break
+    decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{decimals}f} {unit}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ text is the table that the package prints beside its measurements.
 from __future__ import annotations
 
 import operator
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
@@ -144,19 +145,7 @@ class BlockCost:
             "",
         )
         other = ("FLOPs of softmax and LayerNorm", format_count(self.other_flops), "", "", "", "")
-        table = [heading, *body, total, other]
-        widths = [max(len(line[column]) for line in table) for column in range(len(heading))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in (0, 5) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join(
-            [self.sizes_text(), "", lines[0], rule, *lines[1:-2], rule, *lines[-2:]],
-        )
+        return f"{self.sizes_text()}\n\n{table_text(heading, body, [total, other], left={0, 5})}"
 
 
 def attention_block_cost(
@@ -340,6 +329,49 @@ def attention_block_cost(
     )
     sizes = {"B": B, "T": T, "S": S, "D": D, "N": N, "K": K, "G": G, "H": H, "Hv": Hv, "Dc": Dc}
     return BlockCost(sizes, pairs, rows_of_table)
+
+
+def table_text(
+    heading: Sequence[str],
+    body: Sequence[Sequence[str]],
+    totals: Sequence[Sequence[str]],
+    left: Container[int],
+) -> str:
+    """Lay out a table: rules below its heading and above its totals.
+
+    Parameters
+    ----------
+    heading, body, totals : rows of cells
+        As many cells in each row.
+    left : container of int
+        The columns that are aligned to the left; the others are aligned to the right.
+
+    Returns
+    -------
+    str
+
+    Examples
+    --------
+    >>> print(table_text(("row", "size"), [("a", "5"), ("bc", "16")], [("sum", "21")], left={0}))
+    row  size
+    ---------
+    a       5
+    bc     16
+    ---------
+    sum    21
+    """
+    rows = [heading, *body, *totals]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    rule = "-" * max(map(len, lines))
+    end = 1 + len(body)
+    return "\n".join([lines[0], rule, *lines[1:end], rule, *lines[end:]])
 
 
 def format_count(number: int) -> str:
