@@ -1,43 +1,89 @@
-"""Fair timing on a noisy machine: candidates take turns, and a figure is the median of its turns.
+"""Fair timing on a noisy machine: candidates take short turns, figures are ratios within a round.
 
-Absolute times prove little where other work shares the machine. So candidates run in turn within
-one process, every turn is preceded by one unmeasured call and a pause (the threads of another
-library's pool may still be spinning), and what is quoted is a ratio of medians within the run:
-against a peer, or against the machine's own multiply-add peak, which takes its turn like any other
-candidate.
+Where other work shares the machine, its speed changes by half within seconds, so absolute times
+prove little and neither does a ratio of medians. Instead, candidates take turns of some 20 ms in
+one process, in an order that is reversed every other round. Each round gives one ratio of any two,
+and what is quoted is the median of those ratios, with the lowest and the highest. The machine's
+own limits, its multiply-adds and its reading of memory, take their turns like any candidate.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
-#: Long enough for an OpenMP or OpenBLAS pool to go to sleep, in seconds.
-PAUSE = 0.01
+from tileattn import _core
+
+#: Long enough for the threads of OpenMP, OpenBLAS and onnxruntime to stop spinning, in seconds.
+PAUSE = 0.02
 #: A turn repeats a call until this much time has passed, in seconds.
 TURN = 0.02
+#: The first call after a change of candidates takes up to 30% longer, if it takes less than this.
+WARM_UP_BELOW = 0.2
+
+#: A turn gives the seconds of one call.
+Turn = Callable[[], float]
+Key = TypeVar("Key", bound=Hashable)
 
 
-def interleave(
-    candidates: Mapping[str, Callable[[], object]], rounds: int = 11
-) -> dict[str, list[float]]:
-    """Seconds of one call, for each candidate and round; read the medians, not the minima."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+@dataclass(frozen=True)
+class Candidate:
+    """`call(threads)` does the work and returns its result; `prepare(threads)` is not timed."""
+
+    call: Callable[[int], object]
+    prepare: Callable[[int], object] = lambda threads: None
+
+
+class Spread(NamedTuple):
+    """Of the rounds' ratios."""
+
+    median: float
+    low: float
+    high: float
+
+
+def timed(candidate: Candidate, threads: int) -> Turn:
+    """The turn of a candidate: one call that does not count, then calls for TURN seconds."""
+    call, seconds = candidate.call, 0.0
+
+    def turn() -> float:
+        nonlocal seconds
+        candidate.prepare(threads)
+        if seconds < WARM_UP_BELOW:
+            call(threads)
+        calls, start = 0, time.perf_counter()
+        while True:
+            call(threads)
+            calls += 1
+            passed = time.perf_counter() - start
+            if passed >= TURN:
+                seconds = passed / calls
+                return seconds
+
+    return turn
+
+
+def at_fma_peak(flops: float, threads: int) -> Turn:
+    """A turn that gives what so many float32 operations take at the machine's peak."""
+    return lambda: flops / (1e9 * _core.measure_fma_peak("float32", threads))
+
+
+def interleave(turns: Mapping[Key, Turn], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of one call, for each candidate and round; read them through `ratio`."""
+    seconds: dict[Key, list[float]] = {key: [] for key in turns}
+    order = list(turns)
     for _ in range(rounds):
-        for name, call in candidates.items():
+        for key in order:
             time.sleep(PAUSE)
-            call()
-            calls, start = 0, time.perf_counter()
-            while True:
-                call()
-                calls += 1
-                passed = time.perf_counter() - start
-                if passed >= TURN:
-                    break
-            seconds[name].append(passed / calls)
+            seconds[key].append(turns[key]())
+        order.reverse()
     return seconds
 
 
-def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def ratio(numerator: list[float], denominator: list[float]) -> Spread:
+    """Round by round, numerator / denominator."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    return Spread(statistics.median(ratios), min(ratios), max(ratios))

@@ -1,0 +1,90 @@
+"""Whole attention blocks against the machine's limits, the same block called in parts, and peers:
+`python -m benchmarks.blocks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import tileattn
+from benchmarks import peers
+from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
+from benchmarks.cells import BLOCKS, Block
+from benchmarks.report import OURS, Work, rotation, run
+from benchmarks.rounds import Candidate
+from tileattn import _core
+
+IN_PARTS = "in parts"
+
+
+def prepare(cell: Block, alignment: Alignment = "line") -> Work:
+    B, T, D, N, K, H = cell.B, cell.T, cell.D, cell.N, cell.K, cell.H
+    rng = np.random.default_rng(0)
+    x = normal(rng, (B, T, D), alignment)
+    columns = (N + 2 * K) * H
+    first = peers.BlockWeights(
+        w_qkv=normal(rng, (D, columns), scale=D**-0.5),
+        w_o=normal(rng, (N * H, D), scale=(N * H) ** -0.5),
+        b_qkv=normal(rng, (columns,)),
+        b_o=normal(rng, (D,)),
+        norm_weight=normal(rng, (D,)),
+        norm_bias=normal(rng, (D,)),
+    )
+    sets = copies_if_cold(cell.cold, first.w_qkv.nbytes + first.w_o.nbytes)
+    weights = [first] + [peers.BlockWeights(*map(copy, first)) for _ in range(sets - 1)]
+    blocks = [tileattn.AttentionBlock(**_arguments(cell, w)) for w in weights]
+    out = empty(x.shape, alignment)
+    turn = rotation(sets)
+
+    def ours(threads: int) -> Array:
+        return blocks[next(turn)](x, out=out, num_threads=threads)
+
+    q, y = (empty((B, T, N, H), alignment) for _ in range(2))
+    k, v = (empty((B, T, K, H), alignment) for _ in range(2))
+    z = empty((B * T, D), alignment)
+
+    def in_parts(threads: int) -> Array:
+        block = blocks[next(turn)]
+        qkv = tuple(a.reshape(B * T, -1) for a in (q, k, v))
+        _core.project(x, block._w_q, qkv, (block.b_q, block.b_k, block.b_v), threads)
+        tileattn.dot_product_attention(q, k, v, is_causal=cell.causal, out=y, num_threads=threads)
+        _core.project(y.reshape(B, T, N * H), block._w_o, (z,), (block.b_o,), threads)
+        return block.norm(z.reshape(x.shape), residual=x, out=out, num_threads=threads)
+
+    def exact() -> Array:
+        doubles = peers.BlockWeights(*(array.astype(np.float64) for array in first))
+        return tileattn.reference.attention_block(x.astype(np.float64), **_arguments(cell, doubles))
+
+    return Work(
+        cell,
+        {
+            OURS: Candidate(ours),
+            IN_PARTS: Candidate(in_parts),
+            **peers.block(x, weights, (N, K, H), cell.causal, turn),
+        },
+        exact=exact,
+        streams=[(w.w_qkv, w.w_o) for w in weights],
+        turn=turn,
+    )
+
+
+def _arguments(cell: Block, w: peers.BlockWeights) -> dict[str, Any]:
+    """What AttentionBlock's constructor takes."""
+    N, K, H = cell.N, cell.K, cell.H
+    cuts = [N * H, (N + K) * H]
+    arguments: dict[str, Any] = {
+        "w_o": w.w_o.reshape(N, H, cell.D),
+        "b_o": w.b_o,
+        "norm": tileattn.LayerNorm(w.norm_weight, w.norm_bias),
+        "is_causal": cell.causal,
+    }
+    matrices, biases = np.split(w.w_qkv, cuts, axis=1), np.split(w.b_qkv, cuts)
+    for name, heads, matrix, bias in zip("qkv", (N, K, K), matrices, biases, strict=True):
+        arguments[f"w_{name}"] = matrix.reshape(cell.D, heads, H)
+        arguments[f"b_{name}"] = bias.reshape(heads, H)
+    return arguments
+
+
+if __name__ == "__main__":
+    run(__doc__, BLOCKS, prepare, [IN_PARTS, *peers.BLOCK])

@@ -1,0 +1,154 @@
+"""What is measured: shapes of projections, of attention and of whole blocks, by name.
+
+A cell is hot, the same arrays at each call, or cold: each call takes arrays that were last touched
+half a gigabyte of others ago, so that they come from memory whatever the caches hold. `of_limit`
+says which limit of the machine the cell is held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tileattn.cost import BlockCost, attention_block_cost
+
+Limit = Literal["FMA peak", "read bandwidth"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """x[M, K] w[K, N]: here N and K are the product's columns and depth, as everywhere."""
+
+    M: int
+    N: int
+    K: int
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.M}x{self.N}x{self.K} {_temperature(self.cold)}"
+
+    @property
+    def of_limit(self) -> Limit:
+        return "read bandwidth" if self.cold else "FMA peak"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.N * self.K
+
+
+@dataclass(frozen=True)
+class Attention:
+    """q[B, T, N, H], k and v[B, S, K, H]; causal means that the last query sees the last key."""
+
+    label: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    causal: bool = False
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} {_temperature(self.cold)}"
+
+    @property
+    def of_limit(self) -> Limit:
+        return "read bandwidth" if self.T == 1 else "FMA peak"
+
+    @cached_property
+    def flops(self) -> int:
+        """Of scores and values, over visible pairs."""
+        cost = attention_block_cost(
+            self.B,
+            self.T,
+            1,
+            self.N,
+            self.K,
+            self.H,
+            S=self.S,
+            is_causal=self.causal,
+            query_offset=self.S - self.T,
+        )
+        return 4 * cost.visible_pairs * self.N * self.H
+
+
+@dataclass(frozen=True)
+class Block:
+    """Self-attention on x[B, T, D] with residual and LayerNorm."""
+
+    T: int
+    D: int
+    N: int
+    K: int
+    H: int
+    B: int
+    causal: bool = False
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        sizes = " ".join(f"{letter}{getattr(self, letter)}" for letter in "TDNKHB")
+        return f"{sizes}{' causal' if self.causal else ''} {_temperature(self.cold)}"
+
+    @property
+    def of_limit(self) -> Limit:
+        return "read bandwidth" if self.cold else "FMA peak"
+
+    @cached_property
+    def flops(self) -> int:
+        """Of all matrix products, over visible pairs."""
+        cost: BlockCost = attention_block_cost(
+            self.B, self.T, self.D, self.N, self.K, self.H, is_causal=self.causal
+        )
+        return cost.matmul_flops
+
+
+Cell = Projection | Attention | Block
+
+
+def _temperature(cold: bool) -> str:
+    return "cold" if cold else "hot"
+
+
+PROJECTIONS = (
+    Projection(2048, 4096, 4096),
+    Projection(512, 768, 768),
+    Projection(1024, 1152, 384),
+    Projection(100, 1152, 384),
+    Projection(17, 768, 768),
+    Projection(8, 768, 768),
+    Projection(1, 4096, 4096, cold=True),
+    Projection(4, 4096, 4096, cold=True),
+    Projection(16, 4096, 4096, cold=True),
+)
+
+_DECODE = (
+    ("D1", 1, 1, 4096, 32, 8, 128),
+    ("D2", 8, 1, 2048, 32, 8, 128),
+    ("D3", 1, 1, 32768, 8, 1, 128),
+)
+
+ATTENTION = (
+    Attention("P1", B=1, T=512, S=512, N=12, K=12, H=64),
+    Attention("P2", B=8, T=128, S=128, N=12, K=12, H=32),
+    Attention("P3", B=1, T=2048, S=2048, N=16, K=16, H=64, causal=True),
+    Attention("P4", B=1, T=4096, S=4096, N=32, K=8, H=128, causal=True),
+    Attention("P5", B=1, T=2048, S=2048, N=8, K=1, H=256, causal=True),
+    Attention("P6", B=1, T=16384, S=16384, N=4, K=1, H=128, causal=True),
+    Attention("C1", B=1, T=256, S=4096, N=32, K=8, H=128, causal=True),
+    *(Attention(*sizes, cold=cold) for sizes in _DECODE for cold in (False, True)),
+)
+
+BLOCKS = (
+    Block(T=512, D=768, N=12, K=12, H=64, B=1),
+    Block(T=128, D=384, N=12, K=12, H=32, B=8),
+    Block(T=2048, D=1024, N=16, K=16, H=64, B=1, causal=True),
+    Block(T=2048, D=4096, N=32, K=8, H=128, B=1, causal=True),
+    Block(T=1, D=4096, N=32, K=8, H=128, B=1, cold=True),
+    Block(T=1, D=4096, N=32, K=8, H=128, B=8, cold=True),
+)

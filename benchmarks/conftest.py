@@ -1,0 +1,40 @@
+"""Shared by the benchmarks that pytest runs: `pytest benchmarks --benchmark-only`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks import arrays
+from benchmarks.report import Work
+
+Measure = Callable[[Work, str, int], None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("benchmark_disable"):
+        arrays.COLD_BYTES = 1  # each call runs once, so one set of arrays will do
+
+
+@pytest.fixture
+def measure(benchmark: BenchmarkFixture) -> Measure:
+    """Times one candidate of a cell, grouped with the others of that cell and number of threads."""
+
+    def run(work: Work, name: str, threads: int) -> None:
+        if name not in work.candidates:
+            pytest.skip(f"{name} does not take {work.cell.name}")
+        benchmark.group = f"{work.cell.name}, {threads} threads"
+        candidate = work.candidates[name]
+        candidate.prepare(threads)
+        benchmark(candidate.call, threads)
+        if benchmark.stats is not None:  # None under --benchmark-disable
+            seconds = benchmark.stats.stats.median
+            amount, unit = work.rate
+            limit = statistics.median(work.limit(threads)() for _ in range(3))
+            benchmark.extra_info[unit] = round(amount / seconds, 1)
+            benchmark.extra_info[f"% of {work.cell.of_limit}"] = round(100 * limit / seconds, 1)
+
+    return run

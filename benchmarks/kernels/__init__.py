@@ -1,0 +1,1 @@
+"""Throughput of single tiles from the nearest caches, on each instruction set."""

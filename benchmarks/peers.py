@@ -1,0 +1,347 @@
+"""What tileattn is measured against: NumPy, PyTorch and onnxruntime, each where installed.
+
+Each function takes arrays and gives candidates by name, all of which compute the same. Every peer
+gets what favours it: weights in the layout it wants, memory on the same huge pages as ours, a
+preallocated result where it takes one. `turn` says which of several sets of arrays a call uses;
+candidates share it, so that a call always takes the set that has gone longest without use.
+
+NumPy also needs threadpoolctl here, to set the threads of its BLAS; onnxruntime needs onnx, to
+build the model of one node that it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.arrays import Array, copy, empty
+from benchmarks.rounds import Candidate
+
+
+def _installed(*modules: str) -> bool:
+    return all(find_spec(module) for module in modules)
+
+
+HAS_NUMPY = _installed("threadpoolctl")
+HAS_TORCH = _installed("torch")
+HAS_ONNXRUNTIME = _installed("onnxruntime", "onnx")
+
+if HAS_NUMPY:
+    from threadpoolctl import ThreadpoolController
+
+    _blas = ThreadpoolController().select(user_api="blas")
+if HAS_TORCH:
+    import torch
+    from torch.nn.functional import layer_norm
+    from torch.nn.functional import linear as torch_linear
+    from torch.nn.functional import scaled_dot_product_attention as torch_attention
+if HAS_ONNXRUNTIME:
+    import onnx.helper
+    import onnxruntime
+
+#: Installed packages that the peers are.
+MODULES = ["numpy", *["torch"] * HAS_TORCH, *["onnxruntime"] * HAS_ONNXRUNTIME]
+
+_GENERAL = ["numpy"] * HAS_NUMPY + ["torch"] * HAS_TORCH
+#: Names of the installed peers; not each of them takes every cell.
+LINEAR = [*_GENERAL, *["onnxruntime"] * HAS_ONNXRUNTIME]
+ATTENTION = [*_GENERAL, *["ORT MHA", "ORT GQA", "ORT Attention"] * HAS_ONNXRUNTIME]
+BLOCK = _GENERAL
+
+#: Peers that hold all scores at once are left out where those take more than this.
+SCORE_BYTES = 1 << 30
+
+
+def _numpy(call: Any) -> Candidate:
+    return Candidate(call, lambda threads: _blas.limit(limits=threads))
+
+
+def _torch(call: Any) -> Candidate:
+    return Candidate(call, lambda threads: torch.set_num_threads(threads))
+
+
+# ------------------------------------------------------------------ projections
+
+
+def linear(x: Array, weights: list[Array], turn: Iterator[int]) -> dict[str, Candidate]:
+    """x[M, K] w[K, N] for each w of `weights`."""
+    out = empty((len(x), weights[0].shape[1]))
+    candidates = {}
+    if HAS_NUMPY:
+        candidates["numpy"] = _numpy(lambda _: np.matmul(x, weights[next(turn)], out=out))
+    if HAS_TORCH:
+        x_torch, out_torch = torch.from_numpy(x), torch.from_numpy(out)
+        rows = [torch.from_numpy(copy(w.T)) for w in weights]  # [out, in], as Linear holds them
+        candidates["torch"] = _torch(
+            lambda _: torch_linear(x_torch, rows[next(turn)], out=out_torch)
+        )
+    # As a constant onnxruntime packs it, which takes one session a weight: their threads would
+    # spin against each other.
+    if HAS_ONNXRUNTIME and len(weights) == 1:
+        candidates["onnxruntime"] = _onnx(
+            "MatMul", [{"A": x}], [{"Y": out}], out, turn, constants={"B": weights[0]}
+        )
+    return candidates
+
+
+# ------------------------------------------------------------------ attention
+
+
+def attention(
+    q: Array, keys: list[Array], values: list[Array], causal: bool, turn: Iterator[int]
+) -> dict[str, Candidate]:
+    """Attention of q[B, T, N, H] to each k and v[B, S, K, H]; the last query sees the last key."""
+    B, T, N, H = q.shape
+    S, K = keys[0].shape[1:3]
+    candidates = {}
+    holds_scores = 4 * B * N * T * S <= SCORE_BYTES
+    mask = np.tri(T, S, S - T, dtype=bool) if causal and T != S else None
+    if HAS_NUMPY and holds_scores:
+
+        def call_numpy(_: int) -> Array:
+            i = next(turn)
+            return numpy_attention(q, keys[i], values[i], causal)
+
+        candidates["numpy"] = _numpy(call_numpy)
+    if HAS_TORCH:
+        q_torch, *keys_torch = (torch.from_numpy(a).transpose(1, 2) for a in (q, *keys))
+        values_torch = [torch.from_numpy(v).transpose(1, 2) for v in values]
+        options = {
+            "attn_mask": None if mask is None else torch.from_numpy(mask),
+            "is_causal": causal and mask is None,
+            "enable_gqa": K != N,
+        }
+
+        def call_torch(_: int) -> Any:
+            i = next(turn)
+            return torch_attention(q_torch, keys_torch[i], values_torch[i], **options).transpose(
+                1, 2
+            )
+
+        candidates["torch"] = _torch(call_torch)
+    if not HAS_ONNXRUNTIME:
+        return candidates
+
+    out = empty((B, T, N, H))
+    out_flat = out.reshape(B, T, N * H)
+    q_flat, *keys_flat = (a.reshape(*a.shape[:2], -1) for a in (q, *keys))
+    values_flat = [v.reshape(B, S, -1) for v in values]
+    sets = list(zip(keys_flat, values_flat, strict=True))
+    if K == N and T == S and holds_scores:
+        candidates["ORT MHA"] = _onnx(
+            "MultiHeadAttention",
+            [{"query": q_flat, "key": k, "value": v} for k, v in sets],
+            [{"output": out_flat}],
+            out,
+            turn,
+            domain="com.microsoft",
+            num_heads=N,
+            unidirectional=int(causal),
+        )
+    if causal or T == 1:
+        # All but the last T keys lie in the cache, [B, K, S, H], which the node writes in place.
+        past = S - T
+        caches = [
+            [copy(a.transpose(0, 2, 1, 3)) for a in kv] for kv in zip(keys, values, strict=True)
+        ]
+        candidates["ORT GQA"] = _onnx(
+            "GroupQueryAttention",
+            [
+                {
+                    "query": q_flat,
+                    "key": k[:, past:].copy(),
+                    "value": v[:, past:].copy(),
+                    "past_key": cache[0] if past else None,
+                    "past_value": cache[1] if past else None,
+                    "seqlens_k": np.full(B, S - 1, np.int32),
+                    "total_sequence_length": np.array(S, np.int32),
+                }
+                for (k, v), cache in zip(sets, caches, strict=True)
+            ],
+            [
+                {"output": out_flat, "present_key": cache[0], "present_value": cache[1]}
+                for cache in caches
+            ],
+            out,
+            turn,
+            domain="com.microsoft",
+            num_heads=N,
+            kv_num_heads=K,
+        )
+    if holds_scores:
+        candidates["ORT Attention"] = _onnx(
+            "Attention",
+            [{"Q": q_flat, "K": k, "V": v, "attn_mask": mask} for k, v in sets],
+            [{"Y": out_flat}],
+            out,
+            turn,
+            q_num_heads=N,
+            kv_num_heads=K,
+            is_causal=int(causal and mask is None),
+        )
+    return candidates
+
+
+def numpy_attention(q: Array, k: Array, v: Array, causal: bool) -> Array:
+    """As one writes it in NumPy, a matrix product for each head."""
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    q_heads = (q * q.dtype.type(H**-0.5)).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    scores = q_heads @ k.transpose(0, 2, 3, 1)[:, :, None]  # [B, K, G, T, S]
+    if causal:
+        np.copyto(scores, -np.inf, where=~np.tri(T, S, S - T, dtype=bool))
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    y = scores @ v.transpose(0, 2, 1, 3)[:, :, None]
+    return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+# ------------------------------------------------------------------ whole blocks
+
+
+class BlockWeights(NamedTuple):
+    """w_qkv[D, (N + 2K) H], w_o[N H, D] and vectors."""
+
+    w_qkv: Array
+    w_o: Array
+    b_qkv: Array
+    b_o: Array
+    norm_weight: Array
+    norm_bias: Array
+
+
+def block(
+    x: Array,
+    weights: list[BlockWeights],
+    heads: tuple[int, int, int],
+    causal: bool,
+    turn: Iterator[int],
+) -> dict[str, Candidate]:
+    """LayerNorm(x + attention) of x[B, T, D] with each of `weights`; `heads` are N, K, H."""
+    B, T, D = x.shape
+    N, K, H = heads
+    sizes = [N * H, K * H, K * H]
+    candidates = {}
+    if HAS_NUMPY and 4 * B * N * T * T <= SCORE_BYTES:
+
+        def call_numpy(_: int) -> Array:
+            w = weights[next(turn)]
+            qkv = x.reshape(B * T, D) @ w.w_qkv
+            qkv += w.b_qkv
+            q, k, v = (
+                part.reshape(B, T, -1, H) for part in np.split(qkv, np.cumsum(sizes[:-1]), axis=1)
+            )
+            z = numpy_attention(q, k, v, causal).reshape(B * T, N * H) @ w.w_o
+            z += w.b_o
+            z += x.reshape(B * T, D)
+            z -= z.mean(axis=-1, keepdims=True)
+            z /= np.sqrt(np.square(z).mean(axis=-1, keepdims=True) + 1e-5)
+            z *= w.norm_weight
+            z += w.norm_bias
+            return z.reshape(B, T, D)
+
+        candidates["numpy"] = _numpy(call_numpy)
+    if HAS_TORCH:
+        x_torch = torch.from_numpy(x)
+        # Matrices as [out, in]; the six arrays of each set.
+        tensors = [
+            [
+                torch.from_numpy(a)
+                for a in (
+                    copy(w.w_qkv.T),
+                    w.b_qkv,
+                    copy(w.w_o.T),
+                    w.b_o,
+                    w.norm_weight,
+                    w.norm_bias,
+                )
+            ]
+            for w in weights
+        ]
+
+        def call_torch(_: int) -> Any:
+            w_qkv, b_qkv, w_o, b_o, norm_weight, norm_bias = tensors[next(turn)]
+            q, k, v = (
+                part.view(B, T, -1, H).transpose(1, 2)
+                for part in torch_linear(x_torch, w_qkv, b_qkv).split(sizes, dim=-1)
+            )
+            y = torch_attention(q, k, v, is_causal=causal, enable_gqa=K != N)
+            z = torch_linear(y.transpose(1, 2).reshape(B, T, N * H), w_o, b_o)
+            return layer_norm(x_torch + z, (D,), norm_weight, norm_bias)
+
+        candidates["torch"] = _torch(call_torch)
+    return candidates
+
+
+# ------------------------------------------------------------------ onnxruntime
+
+
+def _onnx(
+    operator: str,
+    inputs: list[dict[str, Array | None]],
+    outputs: list[dict[str, Array]],
+    result: Array,
+    turn: Iterator[int],
+    *,
+    domain: str = "",
+    constants: dict[str, Array] | None = None,
+    **attributes: int,
+) -> Candidate:
+    """One node, bound to each set of inputs and of outputs, or to the only one of outputs.
+
+    None is an input that is left out; `result` is the first output as the other peers shape it.
+    """
+    constants = constants or {}
+    outputs = outputs if len(outputs) == len(inputs) else outputs * len(inputs)
+
+    def describe(arrays: dict[str, Array | None]) -> list[Any]:
+        return [
+            onnx.helper.make_tensor_value_info(
+                name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+            )
+            for name, array in arrays.items()
+            if array is not None
+        ]
+
+    names = [name if array is not None else "" for name, array in inputs[0].items()]
+    node = onnx.helper.make_node(
+        operator, [*names, *constants], list(outputs[0]), domain=domain, **attributes
+    )
+    graph = onnx.helper.make_graph(
+        [node],
+        operator,
+        describe(inputs[0]),
+        describe(outputs[0]),
+        [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    opsets = [onnx.helper.make_opsetid(name, version) for name, version in (("", 23), (domain, 1))]
+    model = onnx.helper.make_model(graph, opset_imports=opsets[: 2 if domain else 1], ir_version=11)
+
+    @functools.cache
+    def bound(threads: int) -> list[Any]:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        calls = []
+        for arrays, destinations in zip(inputs, outputs, strict=True):
+            binding = session.io_binding()
+            for name, array in arrays.items():
+                if array is not None:
+                    binding.bind_cpu_input(name, array)
+            for name, out in destinations.items():
+                binding.bind_output(name, "cpu", 0, out.dtype, out.shape, out.ctypes.data)
+            calls.append(functools.partial(session.run_with_iobinding, binding))
+        return calls
+
+    def call(threads: int) -> Array:
+        bound(threads)[next(turn)]()
+        return result
+
+    return Candidate(call, bound)
