@@ -28,6 +28,8 @@ typedef struct ta_gemm_tile {
     ptrdiff_t c_stride;
     int accumulate;      /* add to C; otherwise C is written without being read */
     const void *bias;    /* [columns], added last; NULL for none */
+    int panels;          /* whole panels side by side: 1, or 4 for one row and 2 for up to walk_rows */
+    ptrdiff_t panel_stride;
     const void *next;    /* memory to bring into the second-level cache meanwhile */
     ptrdiff_t next_bytes;
 } ta_gemm_tile;
@@ -69,6 +71,7 @@ typedef struct ta_kernels {
     int gemm_mr;       /* rows of a register tile */
     int gemm_nr;       /* columns of a packed panel; those of the last one are rounded up to vl */
     int gemm_mc;       /* rows of a packed block of A */
+    int walk_rows;     /* up to which rows a tile may take several panels */
     int attention_mr;  /* rows of a score tile */
     int attention_nr;  /* keys of a packed panel */
 

@@ -29,6 +29,28 @@ TA_NOINLINE void gemm_store(const ta_gemm_tile *t, const real *products, int wid
     }
 }
 
+#define gemm_finish TA_NAME(gemm_finish)
+TA_INLINE void gemm_finish(const int rows, const int vectors, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
+                           const ta_gemm_tile *t)
+{
+    const int width = vectors * TA_VL;
+    int plain = t->columns == width && t->bias == NULL;
+    real products[TA_GEMM_MR * TA_GEMM_NV * TA_VL];
+    real *to = plain ? t->c : products;
+    ptrdiff_t stride = plain ? t->c_stride : width;
+    int accumulate = plain && t->accumulate;
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < vectors; j++) {
+            real *at = to + i * stride + j * TA_VL;
+            vec_store(at, accumulate ? vec_load(at) + acc[i][j] : acc[i][j]);
+        }
+    }
+    if (!plain)
+        gemm_store(t, products, width);
+}
+
 /* Steps between two lots of prefetches. */
 #define TA_GEMM_PART 32
 
@@ -62,22 +84,56 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
                        (const real *)t->a + p * rows, 1, rows, (const real *)t->b + p * width, width);
     }
 
-    int plain = t->columns == width && t->bias == NULL;
-    real products[TA_GEMM_MR * TA_GEMM_NV * TA_VL];
-    real *to = plain ? c : products;
-    ptrdiff_t stride = plain ? t->c_stride : width;
-    int accumulate = plain && t->accumulate;
+    gemm_finish(rows, vectors, acc, t);
+}
+
+/* A few rows have too few sums to hide the latency of a multiply-add: they walk `panels` whole panels at
+ * once, each in its own order. (Splitting the depth would hide it too, and make a row's bits depend on how
+ * many rows there are.) In a cache, 576 x 576: 57 -> 95 GB/s for one row, 42 -> 67 for two. */
+#define TA_WALK_AHEAD 4096 /* bytes */
+#define walk_body TA_NAME(walk_body)
+TA_INLINE void walk_body(const int rows, const int panels, const ta_gemm_tile *t)
+{
+    const int width = TA_GEMM_NV * TA_VL;
+    vec acc[4][TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
-    for (int i = 0; i < rows; i++) {
+    for (int q = 0; q < panels; q++) {
         TA_UNROLL
-        for (int j = 0; j < vectors; j++) {
-            real *at = to + i * stride + j * TA_VL;
-            vec_store(at, accumulate ? vec_load(at) + acc[i][j] : acc[i][j]);
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_GEMM_NV; j++)
+                acc[q][i][j] = vec_all(0);
         }
     }
-    if (!plain)
-        gemm_store(t, products, width);
+    const real *a = t->a, *b = t->b;
+    for (ptrdiff_t p = 0; p < t->depth; p++) {
+        TA_UNROLL
+        for (int q = 0; q < panels; q++) {
+            const real *row = b + q * t->panel_stride;
+            /* One row needs no help of the hardware's prefetching; four read DRAM at 74% without. */
+            for (int j = 0; rows > 1 && j < width * (int)sizeof(real); j += TA_CACHE_LINE)
+                __builtin_prefetch((const char *)row + TA_WALK_AHEAD + j, 0, 2);
+            outer_products(acc[q], rows, TA_GEMM_NV, 1, a, 1, rows, row, width);
+        }
+        a += rows;
+        b += width;
+    }
+    TA_UNROLL
+    for (int q = 0; q < panels; q++) {
+        ta_gemm_tile one = *t;
+        one.c = (real *)t->c + q * width;
+        one.bias = t->bias == NULL ? NULL : (const real *)t->bias + q * width;
+        gemm_finish(rows, TA_GEMM_NV, acc[q], &one);
+    }
 }
+
+#define TA_INSTANCE(MR, NV) \
+    TA_NOINLINE void TA_NAME(walk_##MR)(const ta_gemm_tile *t) { walk_body(MR, MR == 1 ? 4 : 2, t); }
+#define TA_ENTRY(MR, NV) TA_NAME(walk_##MR),
+TA_EACH_WALK_ROWS(TA_INSTANCE, )
+static void (*const TA_NAME(walks)[])(const ta_gemm_tile *) = {TA_EACH_WALK_ROWS(TA_ENTRY, )};
+#undef TA_INSTANCE
+#undef TA_ENTRY
 
 /* One function for each height and width, so that each has its own registers. */
 #define TA_INSTANCE(MR, NV) \
@@ -98,7 +154,10 @@ static void TA_NAME(gemm_tile)(const ta_gemm_tile *t)
         {TA_EACH_GEMM_ROWS(TA_ENTRY, 3)},
 #endif
     };
-    instances[(t->columns - 1) / TA_VL][t->rows - 1](t);
+    if (t->panels > 1)
+        TA_NAME(walks)[t->rows - 1](t);
+    else
+        instances[(t->columns - 1) / TA_VL][t->rows - 1](t);
 }
 #undef TA_INSTANCE
 #undef TA_ENTRY

@@ -49,6 +49,7 @@ const ta_kernels TA_NAME(kernels) = {
     .gemm_mr = TA_GEMM_MR,
     .gemm_nr = TA_GEMM_NV * TA_VL,
     .gemm_mc = TA_GEMM_MC,
+    .walk_rows = TA_WALK_ROWS,
     .attention_mr = TA_ATTENTION_MR,
     .attention_nr = TA_ATTENTION_NV * TA_VL,
     .pack_rows = TA_NAME(pack_rows),

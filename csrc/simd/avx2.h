@@ -4,11 +4,13 @@
 
 #define TA_GEMM_MR 6 /* 6 x 2 accumulators, a row of B and a broadcast fill 15 of 16 registers */
 #define TA_GEMM_NV 2
+#define TA_WALK_ROWS 3
 #define TA_GEMM_MC 96
 #define TA_ATTENTION_MR 6
 #define TA_ATTENTION_NV 2
 #define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */
 #define TA_EACH_GEMM_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV)
+#define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV)
 #define TA_EACH_ATTENTION_ROWS TA_EACH_GEMM_ROWS
 
 /* a > b ? a : b, so that a NaN in b comes through */

@@ -15,6 +15,8 @@
 #define TA_EACH_GEMM_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV)
 #define TA_EACH_ATTENTION_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV)
 #endif
+#define TA_WALK_ROWS 2
+#define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV)
 #define TA_GEMM_MC (14 * TA_GEMM_MR)
 #define TA_ATTENTION_NV 2
 #define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */

@@ -15,6 +15,8 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t c_stride
         int accumulate
         const void *bias
+        int panels
+        Py_ssize_t panel_stride
         const void *next
         Py_ssize_t next_bytes
 
@@ -51,6 +53,7 @@ cdef extern from "tileattn.h" nogil:
         int gemm_mr
         int gemm_nr
         int gemm_mc
+        int walk_rows
         int attention_mr
         int attention_nr
         void (*pack_rows)(void *dst, const void *const *rows, int count, Py_ssize_t depth,

@@ -235,6 +235,17 @@ cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t til
                           g.a.column_stride, 1.0)
 
 
+cdef int panels_at_once(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
+                        Py_ssize_t rows) noexcept nogil:
+    """How many panels from b on one register tile takes: several whole ones for a few rows."""
+    cdef int several = 4 if rows == 1 else 2
+    if rows > kernels.walk_rows or count < several:
+        return 1
+    if b[several - 1].matrix != b.matrix or b[several - 1].columns != kernels.gemm_nr:
+        return 1
+    return several
+
+
 cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil:
     cdef const ta_kernels *kernels = g.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize
@@ -258,11 +269,14 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
         while True:                                             # slices of the contracted axis
             pack_depth = min(pack_depth, g.depth - pc)
             pack_a(g, ic, rows, tiles, pc, pack_depth, packed)
-            for panel in range(panel_begin, panel_end):         # panels of columns
+            panel = panel_begin
+            while panel < panel_end:                            # panels of columns
                 b = g.panels + panel
+                t.panels = panels_at_once(kernels, b, panel_end - panel, rows)
                 c = g.targets + b.matrix
                 t.columns = b.columns
                 t.c_stride = c.row_stride
+                t.panel_stride = g.depth * kernels.gemm_nr
                 kc = pc
                 while True:
                     t.depth = min(<Py_ssize_t>GEMM_KC, pc + pack_depth - kc)
@@ -275,7 +289,10 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
                     # read it in no time, and looks less far ahead.
                     width = round_up(b.columns, kernels.vl) * itemsize
                     t.next_bytes = ceil_div(t.depth * width, tiles)
-                    if tiles == 1:
+                    if t.panels > 1:
+                        t.next = NULL
+                        t.next_bytes = 0
+                    elif tiles == 1:
                         t.next = <const char *>t.b + STREAM_AHEAD
                     elif kc + t.depth < pc + pack_depth:
                         t.next = <const char *>t.b + t.depth * width
@@ -295,6 +312,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
                     kc = kc + t.depth
                     if kc >= pc + pack_depth:
                         break
+                panel = panel + t.panels
             pc = pc + pack_depth
             if pc >= g.depth:
                 break
@@ -592,7 +610,7 @@ def kernel_table(str dtype):
     """Sizes and addresses of the active ISA's kernels, through which the tests call them."""
     cdef const ta_kernels *k = active.f32 if dtype == "float32" else active.f64
     return {
-        "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc,
+        "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc, "walk_rows": k.walk_rows,
         "attention_mr": k.attention_mr, "attention_nr": k.attention_nr,
         "pack_rows": <uintptr_t>k.pack_rows,
         "pack_columns": <uintptr_t>k.pack_columns,

@@ -21,6 +21,8 @@ class GemmTile(Structure):
         ("c_stride", c_ssize_t),
         ("accumulate", c_int),
         ("bias", c_void_p),
+        ("panels", c_int),
+        ("panel_stride", c_ssize_t),
         ("next", c_void_p),
         ("next_bytes", c_ssize_t),
     )

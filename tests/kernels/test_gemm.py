@@ -28,6 +28,7 @@ def gemm(kernels, a, b, c=None, bias=None, ahead=None, row_gap=3):
         c_stride=columns + row_gap,
         accumulate=c is not None,
         bias=address(bias),
+        panels=1,
         next=address(ahead),
         next_bytes=0 if ahead is None else ahead.nbytes,
     )
@@ -108,6 +109,48 @@ def test_what_is_prefetched_changes_nothing(kernels):
     for size in (0, 1, 1000):
         ahead = np.full(size, np.nan, kernels.dtype)
         assert same_bits(gemm(kernels, a, b, c, bias, ahead), gemm(kernels, a, b, c, bias))
+
+
+@pytest.mark.parametrize("rows, panels", [(1, 4), (2, 2), (3, 2), (4, 2)])
+def test_panels_walked_together_have_the_bits_of_each(kernels, rows, panels):
+    if rows > kernels.walk_rows:
+        return
+    nr, gap = kernels.gemm_nr, 5
+    for depth in (0, 1, 2, 33, 512):
+        a, b, c, bias = inputs(kernels, rows, panels * nr, depth)
+        packed = np.full((panels, depth + gap, nr), np.nan, kernels.dtype)
+        for q in range(panels):
+            packed[q, :depth] = b[:, q * nr : (q + 1) * nr]
+        packed_a = np.ascontiguousarray(a.T)
+        for start, last in ((None, None), (c, None), (c, bias)):
+            target = Guarded((rows, panels * nr), kernels.dtype, row_gap=3)
+            if start is not None:
+                target.array[...] = start
+            tile = GemmTile(
+                rows=rows,
+                columns=nr,
+                depth=depth,
+                a=address(packed_a),
+                b=address(packed),
+                c=address(target.array),
+                c_stride=panels * nr + 3,
+                accumulate=start is not None,
+                bias=address(last),
+                panels=panels,
+                panel_stride=(depth + gap) * nr,
+            )
+            kernels.gemm_tile(byref(tile))
+            target.check()
+            for q in range(panels):
+                at = slice(q * nr, (q + 1) * nr)
+                alone = gemm(
+                    kernels,
+                    a,
+                    b[:, at],
+                    None if start is None else start[:, at],
+                    None if last is None else last[at].copy(),
+                )
+                assert same_bits(target.array[:, at].copy(), alone)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
