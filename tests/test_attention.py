@@ -308,6 +308,24 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(Hv, bad):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 40, 256, 290])
+def test_rows_whose_scores_are_all_minus_infinity_are_zero(count, dtype):
+    q, k, v = qkv(T=7, S=300, N=4, K=2, H=8, Hv=5, dtype=dtype)
+    q, k[:, :count] = np.abs(q), -INF
+    v[0, 0, 1, 3] = INF  # 0 * inf is NaN
+    options = {"is_causal": True, "query_offset": count - 4, "return_lse": True}
+    for T in (7, 1):
+        out, lse = dot_product_attention(q[:, :T], k, v, **options)
+        expected, _ = reference.dot_product_attention(q[:, :T], k, v, **options)
+        weightless = np.arange(T) < 4
+        np.testing.assert_array_equal(out[:, weightless], expected[:, weightless])
+        assert not out[:, weightless, :2].any()
+        assert (lse[:, weightless] == -INF).all()
+        assert np.isfinite(lse[:, ~weightless]).all()
+        assert np.isfinite(out[:, ~weightless, :2]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_with_a_payload_is_nan(dtype):
     """Not every NaN is np.nan: R's NA has the payload 1954, and arithmetic keeps it."""
     bits = {4: np.uint32, 8: np.uint64}[np.dtype(dtype).itemsize]
@@ -735,6 +753,9 @@ def test_random_calls_with_numbers_that_are_not_finite(call, data):
         arrays.append(a)
     out, lse = dot_product_attention(*arrays, return_lse=True, **options)
     expected, expected_lse = reference.dot_product_attention(*arrays, return_lse=True, **options)
+    # A row whose scores are all -inf has weights of 0: it is 0, or NaN where 0 meets inf or NaN.
+    weightless = expected_lse == -INF
+    np.testing.assert_array_equal(out[weightless], expected[weightless])
     for a, b in ((out, expected), (lse, expected_lse)):
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
         np.testing.assert_array_equal(a[np.isinf(b)], b[np.isinf(b)])
