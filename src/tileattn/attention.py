@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,23 @@ def dot_product_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def dot_product_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_offset: npt.ArrayLike | None = ...,
+    query_seq_lengths: npt.ArrayLike | None = ...,
+    key_value_seq_lengths: npt.ArrayLike | None = ...,
+    return_lse: bool,
+    out: Array | None = ...,
+    num_threads: int | None = ...,
+) -> Array | tuple[Array, Array]: ...
+
+
 def dot_product_attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -59,7 +76,7 @@ def dot_product_attention(
     return_lse: bool = False,
     out: Array | None = None,
     num_threads: int | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T) v``, without a T x S matrix of scores.
 
     Query head n uses key/value head ``n // (N / K)``. Working memory is a few hundred kilobytes a

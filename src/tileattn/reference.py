@@ -10,11 +10,13 @@ key/value head at a time, and scores for a block of query rows.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from tileattn import attention
 from tileattn._arguments import (
     Array,
     AttentionArguments,
@@ -30,6 +32,8 @@ Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 _PLAIN_NORM = LayerNorm()
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 #: Scores held at once: 1 Mi float64 of them are 8 MiB, small beside the arrays worth a loop.
 SCORES_AT_ONCE = 1 << 20
 
@@ -86,6 +90,12 @@ def visible(
     return sees
 
 
+def _typed_as(_: Function) -> Callable[[Callable[..., Any]], Function]:
+    """Gives a function the type of that one, which has the same arguments, overloads and all."""
+    return lambda function: cast(Function, function)
+
+
+@_typed_as(attention.dot_product_attention)
 @np.errstate(all="ignore")
 def dot_product_attention(
     q: npt.ArrayLike,
@@ -100,7 +110,7 @@ def dot_product_attention(
     return_lse: bool = False,
     out: Array | None = None,
     num_threads: int | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Compute softmax(scale * q k^T) v in float64.
 
     Parameters
