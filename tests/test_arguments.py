@@ -1,11 +1,14 @@
 """Faulty arguments are refused before any work: the right error, what it names, `out` untouched."""
 
+import inspect
+import itertools
+
 import numpy as np
 import pytest
 
-from tests.oracle import random
+from tests.oracle import LAYOUTS, WRITABLE, random
 from tileattn import AttentionBlock, LayerNorm, attention_block, dot_product_attention, reference
-from tileattn._arguments import check_attention, check_num_threads, overlaps
+from tileattn._arguments import check_attention, check_num_threads, overlaps, overlaps_itself
 
 B, T, S, N, K, H, HV = 2, 3, 5, 4, 2, 8, 6
 D, DC = 16, 12
@@ -30,6 +33,17 @@ def attention_arguments():
         "v": random(2, B, S, K, HV),
         "out": np.full((B, T, N, HV), 7, F32),
     }
+
+
+def masked(a):
+    return np.ma.masked_array(a, a > 0)
+
+
+def on_itself(*shape):
+    """An array whose rows are all the same memory."""
+    return np.lib.stride_tricks.as_strided(
+        np.full(shape[-1], 7, F32), shape, (0,) * (len(shape) - 1) + (4,)
+    )
 
 
 def read_only(*shape):
@@ -69,10 +83,45 @@ ATTENTION_FAULTS = {
         ValueError,
         ["N = 4", "K = 0"],
     ),
-    "scale as text": ({"scale": "big"}, TypeError, ["scale", "'big'"]),
+    "masked q": ({"q": masked(random(0, B, T, N, H))}, TypeError, ["q", "mask", ".filled"]),
+    "masked v": ({"v": masked(random(2, B, S, K, HV))}, TypeError, ["v", "mask", ".filled"]),
+    "scale as text": ({"scale": "0.5"}, TypeError, ["scale", "'0.5'"]),
+    "masked scale": ({"scale": np.ma.masked}, TypeError, ["scale", "mask"]),
+    "enormous scale": ({"scale": 10**400}, TypeError, ["scale"]),
+    "scale as NaN": ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+    "infinite scale": ({"scale": -np.float32(np.inf)}, ValueError, ["scale", "inf"]),
+    "causal as text": ({"is_causal": "no"}, TypeError, ["is_causal", "'no'"]),
+    "causal as number": ({"is_causal": 1}, TypeError, ["is_causal", "1"]),
+    "return_lse as text": ({"return_lse": "no"}, TypeError, ["return_lse", "'no'"]),
     "complex scale": ({"scale": 1j}, TypeError, ["scale", "1j"]),
     "several scales": ({"scale": np.ones(2)}, TypeError, ["scale"]),
     "causal without offset": ({"is_causal": True}, ValueError, ["query_offset", "T = 3", "S = 5"]),
+    "causal without keys": (
+        {"is_causal": True, "k": random(1, B, 0, K, H), "v": random(2, B, 0, K, HV)},
+        ValueError,
+        ["query_offset", "T = 3", "S = 0"],
+    ),
+    "causal without queries": (
+        {"is_causal": True, "q": random(0, B, 0, N, H), "out": None},
+        ValueError,
+        ["query_offset", "T = 0", "S = 5"],
+    ),
+    "causal without batch": (
+        {
+            "is_causal": True,
+            "q": random(0, 0, T, N, H),
+            "k": random(1, 0, S, K, H),
+            "v": random(2, 0, S, K, HV),
+            "out": None,
+        },
+        ValueError,
+        ["query_offset", "T = 3", "S = 5"],
+    ),
+    "masked lengths": (
+        {"query_seq_lengths": masked(ints([1, 0]))},
+        TypeError,
+        ["query_seq_lengths", "mask", ".filled"],
+    ),
     "float offset": ({"query_offset": 1.0}, TypeError, ["query_offset", "float64"]),
     "boolean offset": ({"query_offset": True}, TypeError, ["query_offset", "bool"]),
     "three offsets": (
@@ -130,6 +179,12 @@ ATTENTION_FAULTS = {
         TypeError,
         ["out", "float64", "float32"],
     ),
+    "masked out": (
+        {"out": np.ma.masked_array(np.full((B, T, N, HV), 7, F32))},
+        TypeError,
+        ["out", "MaskedArray"],
+    ),
+    "out on itself": ({"out": on_itself(B, T, N, HV)}, ValueError, ["out", "memory", "each"]),
     "byte-swapped out": ({"out": np.full((B, T, N, HV), 7, ">f4")}, TypeError, ["out", ">f4"]),
     "shape of out": (
         {"out": np.full((B, T, N, H), 7, F32)},
@@ -166,11 +221,7 @@ def test_attention_refuses(given, error, names):
         np.testing.assert_array_equal(out, before)
 
 
-@pytest.mark.parametrize(
-    "given, error, names",
-    [fault for name, fault in ATTENTION_FAULTS.items() if "thread" not in name],
-    ids=[name for name in ATTENTION_FAULTS if "thread" not in name],
-)
+@pytest.mark.parametrize("given, error, names", ATTENTION_FAULTS.values(), ids=ATTENTION_FAULTS)
 def test_the_reference_refuses_the_same(given, error, names):
     arguments = {**attention_arguments(), **given}
     refused(lambda: reference.dot_product_attention(**arguments), error, *names)
@@ -188,6 +239,16 @@ def test_arguments_that_do_not_exist_are_not_ignored(name):
     )
 
 
+@pytest.mark.parametrize("function", [dot_product_attention, attention_block])
+def test_the_reference_takes_the_same_arguments(function):
+    def parameters(function):
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+        ]
+
+    assert parameters(getattr(reference, function.__name__)) == parameters(function)
+
+
 def test_options_are_keywords_only():
     arguments = attention_arguments()
     with pytest.raises(TypeError, match="positional"):
@@ -199,7 +260,7 @@ def test_good_arguments_come_back_in_one_form():
     checked = check_attention(
         **given,
         scale=None,
-        is_causal=True,
+        is_causal=np.True_,
         query_offset=np.int8(2),
         query_seq_lengths=np.array([1, 3], np.uint8),
         key_value_seq_lengths=[5, 0],
@@ -208,10 +269,11 @@ def test_good_arguments_come_back_in_one_form():
     assert checked.out is given["out"]
     assert checked.has_batch
     assert checked.scale == 1 / np.sqrt(H)
+    assert checked.mask.is_causal is True
     for array, values in (
-        (checked.query_offset, [2, 2]),
-        (checked.query_lengths, [1, 3]),
-        (checked.key_value_lengths, [5, 0]),
+        (checked.mask.query_offset, [2, 2]),
+        (checked.mask.query_lengths, [1, 3]),
+        (checked.mask.key_value_lengths, [5, 0]),
     ):
         assert array.dtype == np.int64
         assert array.flags.c_contiguous
@@ -228,6 +290,22 @@ def test_overlap():
     assert overlaps(a, a[1:2, ::3])
     assert not overlaps(a, np.zeros_like(a))
     assert not overlaps(a[:, ::2], a[:, 1::2])  # between each other, in the same memory
+
+
+def test_overlap_of_an_array_with_itself():
+    """Against the addresses of all its elements; what cannot be told apart at once counts too."""
+    memory = np.zeros(200, F32)
+    for shape in itertools.product((0, 1, 2, 3), (1, 3), (2, 3)):
+        for steps in itertools.product((-6, -2, 0, 1, 3), (-1, 0, 2, 9), (-1, 0, 1, 4)):
+            strides = tuple(4 * step for step in steps)
+            a = np.lib.stride_tricks.as_strided(memory[100:], shape, strides)
+            i, j, k = np.ix_(*map(np.arange, shape))
+            places = steps[0] * i + steps[1] * j + steps[2] * k
+            overlap = len(np.unique(places)) < places.size
+            assert overlaps_itself(a) or not overlap, (shape, steps)
+    for name in WRITABLE:
+        for shape in ((3, 4, 5), (1, 4, 1), (0, 4, 5)):
+            assert not overlaps_itself(LAYOUTS[name](np.zeros(shape, F32))), name
 
 
 # ------------------------------------------------------------------ the block and LayerNorm
@@ -253,6 +331,7 @@ WEIGHT_FAULTS = {
     "b_q": ({"b_q": random(0, N)}, ValueError, ["b_q", (N,), (N, H)]),
     "b_k": ({"b_k": random(0, H, K)}, ValueError, ["b_k", (H, K), (K, H)]),
     "b_v": ({"b_v": random(0, K, H)}, ValueError, ["b_v", (K, H), (K, HV)]),
+    "flat b_q": ({"b_q": random(0, N * H)}, ValueError, ["b_q", (N * H,), (N, H)]),
     "b_o": ({"b_o": random(0, D + 1)}, ValueError, ["b_o", (D + 1,), (D,)]),
     "float64 b_o": ({"b_o": random(0, D, dtype=F64)}, TypeError, ["b_o", "float64", "float32"]),
     "norm of another width": (
@@ -262,7 +341,12 @@ WEIGHT_FAULTS = {
     ),
     "norm of float64": ({"norm": LayerNorm(bias=np.ones(D))}, TypeError, ["norm.bias", "float64"]),
     "norm as text": ({"norm": "post"}, TypeError, ["norm", "LayerNorm", "str"]),
-    "scale": ({"scale": "big"}, TypeError, ["scale", "'big'"]),
+    "scale": ({"scale": "0.5"}, TypeError, ["scale", "'0.5'"]),
+    "scale as NaN": ({"scale": np.nan}, ValueError, ["scale", "nan"]),
+    "residual as text": ({"residual": "no"}, TypeError, ["residual", "'no'"]),
+    "causal as text": ({"is_causal": "no"}, TypeError, ["is_causal", "'no'"]),
+    "masked w_k": ({"w_k": masked(random(0, D, K, H))}, TypeError, ["w_k", ".filled"]),
+    "masked b_k": ({"b_k": masked(random(0, K, H))}, TypeError, ["b_k", ".filled"]),
 }
 
 
@@ -275,7 +359,8 @@ def test_a_block_refuses_weights(given, error, names):
     refused(lambda: AttentionBlock(**{**block_weights(), **given}), error, *names)
     out = np.full((B, T, D), 7, F32)
     arguments = {**block_weights(), **given, "x": random(9, B, T, D), "out": out}
-    refused(lambda: attention_block(**arguments), error, *names)
+    for function in (attention_block, reference.attention_block):
+        refused(lambda f=function: f(**arguments), error, *names)
     assert (out == 7).all()
 
 
@@ -285,6 +370,7 @@ CALL_FAULTS = {
     "x of one axis": ({"x": random(0, D)}, ValueError, ["x", (D,), "16"]),
     "x of four axes": ({"x": random(0, 1, B, T, D)}, ValueError, ["x", (1, B, T, D)]),
     "width of x": ({"x": random(0, B, T, 9)}, ValueError, ["x", (B, T, 9), "16"]),
+    "masked x": ({"x": masked(random(0, B, T, D))}, TypeError, ["x", ".filled"]),
     "no context": ({"context": None}, ValueError, ["context", "12", "16"]),
     "context of float64": ({"context": np.ones((B, S, DC))}, TypeError, ["context", "float64"]),
     "width of context": ({"context": random(0, B, S, D)}, ValueError, ["context", (B, S, D), "12"]),
@@ -309,6 +395,7 @@ CALL_FAULTS = {
     ),
     "out of float64": ({"out": np.full((B, T, D), 7.0)}, TypeError, ["out", "float64"]),
     "read-only out": ({"out": read_only(B, T, D)}, ValueError, ["out", "read-only"]),
+    "out on itself": ({"out": on_itself(B, T, D)}, ValueError, ["out", "memory", "each"]),
     "threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
 }
 
@@ -324,7 +411,8 @@ def test_a_block_refuses_inputs(given, error, names):
         "out": np.full((B, T, D), 7, F32),
         **given,
     }
-    refused(lambda: block(**arguments), error, *names)
+    for call in (block, lambda **given: reference.attention_block(**weights, **given)):
+        refused(lambda f=call: f(**arguments), error, *names)
     out = arguments["out"]
     assert not isinstance(out, np.ndarray) or (out == 7).all()
 
@@ -345,12 +433,19 @@ PACKED = {"w_q": None, "w_k": None, "w_v": None, "w_qkv": random(0, (N + 2 * K) 
 LINEAR_FAULTS = {
     "heads": ({"num_kv_heads": 3}, ValueError, ["num_heads = 4", "num_kv_heads", "3"]),
     "no heads": ({"num_heads": 0}, ValueError, ["num_heads = 0"]),
+    "heads as text": ({"num_heads": "2"}, TypeError, ["num_heads", "int", "'2'"]),
+    "heads as None": ({"num_heads": None}, TypeError, ["num_heads", "int", "None"]),
+    "heads as float": ({"num_heads": 4.0}, TypeError, ["num_heads", "int", "4.0"]),
+    "heads as bool": ({"num_heads": True}, TypeError, ["num_heads", "int", "True"]),
+    "key heads as float": ({"num_kv_heads": 2.0}, TypeError, ["num_kv_heads", "int", "2.0"]),
     "no w_o": ({"w_o": None}, TypeError, ["w_o"]),
     "no w_v": ({"w_v": None}, TypeError, ["w_v", "w_qkv"]),
     "rows of w_q": ({"w_q": random(0, N * H + 1, D)}, ValueError, ["w_q", "4 heads", (33, D)]),
     "axes of w_k": ({"w_k": random(0, K, H, D)}, ValueError, ["w_k", (K, H, D)]),
     "columns of w_o": ({"w_o": random(0, D, 23)}, ValueError, ["w_o", "24", (D, 23)]),
-    "b_q": ({"b_q": random(0, 9)}, ValueError, ["b_q", (9,)]),
+    "b_q": ({"b_q": random(0, 9)}, ValueError, ["b_q", (9,), "(32,)"]),
+    "b_k by head": ({"b_k": random(0, K, H)}, ValueError, ["b_k", (K, H), "(16,)"]),
+    "b_o": ({"b_o": random(0, 9)}, ValueError, ["b_o", (9,), "(16,)"]),
     "b_qkv alone": ({"b_qkv": random(0, 64)}, TypeError, ["b_qkv", "w_qkv"]),
     "both": ({"w_qkv": random(0, 64, D)}, TypeError, ["w_qkv", "w_q"]),
     "rows of w_qkv": ({**PACKED, "w_qkv": random(0, 65, D)}, ValueError, ["w_qkv", "8", (65, D)]),
@@ -375,13 +470,16 @@ NORM_FAULTS = {
     "mixture": ({"weight": random(0, D), "bias": np.ones(D)}, TypeError, ["bias", "float64"]),
     "negative eps": ({"eps": -1e-5}, ValueError, ["eps", "-1e-05"]),
     "eps as NaN": ({"eps": float("nan")}, ValueError, ["eps", "nan"]),
-    "eps as text": ({"eps": "small"}, TypeError, ["eps", "'small'"]),
+    "eps as text": ({"eps": "1e-5"}, TypeError, ["eps", "'1e-5'"]),
+    "infinite eps": ({"eps": np.inf}, ValueError, ["eps", "inf"]),
+    "masked weight": ({"weight": masked(random(0, D))}, TypeError, ["weight", ".filled"]),
 }
 
 
 @pytest.mark.parametrize("given, error, names", NORM_FAULTS.values(), ids=NORM_FAULTS)
 def test_layer_norm_refuses_parameters(given, error, names):
     refused(lambda: LayerNorm(**given), error, *names)
+    refused(lambda: reference.layer_norm(random(2, B, D), **given), error, *names)
 
 
 NORM_CALL_FAULTS = {
@@ -393,6 +491,12 @@ NORM_CALL_FAULTS = {
     "residual of float64": ({"residual": np.ones((B, D))}, TypeError, ["residual", "float64"]),
     "shape of out": ({"out": np.full((D,), 7, F32)}, ValueError, ["out", (D,), (B, D)]),
     "read-only out": ({"out": read_only(B, D)}, ValueError, ["out", "read-only"]),
+    "out on itself": ({"out": on_itself(B, D)}, ValueError, ["out", "memory", "each"]),
+    "masked residual": (
+        {"residual": masked(random(0, B, D))},
+        TypeError,
+        ["residual", ".filled"],
+    ),
     "threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
     "threads for nothing": (
         {"x": random(0, 0, D), "residual": None, "out": None, "num_threads": 0},
@@ -411,7 +515,8 @@ def test_layer_norm_refuses_inputs(given, error, names):
         "out": np.full((B, D), 7, F32),
         **given,
     }
-    refused(lambda: norm(**arguments), error, *names)
+    for call in (norm, lambda **given: reference.layer_norm(**given, **vars(norm))):
+        refused(lambda f=call: f(**arguments), error, *names)
     assert arguments["out"] is None or (arguments["out"] == 7).all()
 
 

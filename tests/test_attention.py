@@ -123,7 +123,7 @@ def test_empty_queries_give_empty_results(axis, dtype):
 
 def test_no_keys_no_width_no_values():
     q, k, v = qkv(B=2, T=3, S=0, N=4, K=2, H=8, Hv=5)
-    for options in ({}, {"is_causal": True}):
+    for options in ({}, {"is_causal": True, "query_offset": 0}):
         out, lse = dot_product_attention(q, k, v, return_lse=True, **options)
         assert out.shape == (2, 3, 4, 5)
         assert not out.any()

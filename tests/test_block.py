@@ -1,6 +1,8 @@
 """AttentionBlock, attention_block and LayerNorm: every promise of their documentation."""
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -269,30 +271,50 @@ def test_every_layout_of_every_array(dtype):
     weights, biases = sizes.weights(dtype), sizes.biases(dtype)
     x, context = random(30, 2, 9, 16, dtype=dtype), random(31, 2, 11, 12, dtype=dtype)
     _, (weight, bias, _) = norm_of(16, dtype)
-    expected = attention_block(x, *weights, **biases, norm=LayerNorm(weight, bias), context=context)
+    norm = LayerNorm(weight, bias)
+    expected = [
+        attention_block(x, *weights, **biases, norm=norm, context=context, residual=residual)
+        for residual in (False, True)
+    ]
     for name, change in LAYOUTS.items():
         if name not in ("heads first", "last axis first"):
             weight_view, bias_view = change(weight[None])[0], change(bias[None])[0]
             bias_views = {key: change(b[None])[0] for key, b in biases.items()}
-        got = attention_block(
-            change(x),
-            *map(change, weights),
-            **bias_views,
-            norm=LayerNorm(weight_view, bias_view),
-            context=change(context),
-        )
-        assert same_bits(got, expected), name
+        for residual in (True, False):
+            got = attention_block(
+                change(x),
+                *map(change, weights),
+                **bias_views,
+                norm=LayerNorm(weight_view, bias_view),
+                context=change(context),
+                residual=residual,
+            )
+            assert same_bits(got, expected[residual]), name
 
 
 def test_weights_are_copied():
     sizes = Sizes()
-    weights, biases = sizes.weights(), sizes.biases()
-    block = AttentionBlock(*weights, **biases)
+    weights, biases, (norm, parts) = sizes.weights(), sizes.biases(), norm_of(24)
+    block = AttentionBlock(*weights, **biases, norm=norm)
     x = random(30, 2, 9, 24)
-    before = block(x)
-    for array in (*weights, *biases.values()):
+    before, before_norm = block(x), norm(x)
+    for array in (*weights, *biases.values(), *parts[:2]):
         array[...] = np.nan
     assert same_bits(block(x), before)
+    assert same_bits(norm(x), before_norm)
+
+
+def test_out_may_be_what_the_norm_was_made_of():
+    weight, bias, x = random(0, 24), random(1, 24), random(30, 24)
+    norm = LayerNorm(weight, bias)
+    block = AttentionBlock(*Sizes().weights(), norm=norm)
+    for call in (norm, lambda x, out=None: block(x[None], out=None if out is None else out[None])):
+        for array in (weight, bias):
+            expected = call(x)
+            call(x, out=array)
+            assert same_bits(array, expected.reshape(24))
+    with pytest.raises(ValueError, match="read-only"):
+        norm(x, out=norm.weight)
 
 
 def test_input_without_batch_axis():
@@ -360,6 +382,32 @@ def test_attributes():
     assert weights <= block.nbytes < 2 * weights
     for part in ("D=24", "Dc=12", "N=6", "K=2", "H=8", "float64"):
         assert part in repr(block)
+
+
+def test_a_block_and_a_norm_do_not_change():
+    norm, _ = norm_of(24)
+    block = AttentionBlock(*Sizes().weights(), **Sizes().biases(), norm=norm)
+    for name, value in {"num_heads": 2, "model_dim": 1, "norm": None, "is_causal": True}.items():
+        with pytest.raises(AttributeError, match=f"^AttentionBlock.{name} does not change"):
+            setattr(block, name, value)
+    for name in ("weight", "bias", "eps"):
+        with pytest.raises(AttributeError, match=f"^LayerNorm.{name} does not change"):
+            setattr(norm, name, None)
+    for array in (norm.weight, norm.bias):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_block_is_not_copied_but_a_norm_is():
+    norm, _ = norm_of(24)
+    block = AttentionBlock(*Sizes().weights(), norm=norm)
+    for duplicate in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"AttentionBlock.*weights"):
+            duplicate(block)
+    x = random(30, 9, 24)
+    for twin in (pickle.loads(pickle.dumps(norm)), copy.deepcopy(norm)):
+        assert same_bits(twin(x), norm(x))
+        assert not twin.weight.flags.writeable
 
 
 def test_self_attention_needs_a_context_of_another_width():

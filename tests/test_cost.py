@@ -198,7 +198,7 @@ def test_format_count(number, text):
     "change, error, match",
     [
         ({"B": -1}, ValueError, "^B must not be negative"),
-        ({"T": 1.5}, TypeError, "^T must be a whole number"),
+        ({"T": 1.5}, TypeError, "^T must be an int"),
         ({"H": "64"}, TypeError, "^H must be"),
         ({"K": 3}, ValueError, "^K must divide N"),
         ({"K": 0}, ValueError, "^K must divide N"),
@@ -212,6 +212,9 @@ def test_format_count(number, text):
         ({"key_value_seq_lengths": [1, 2, 3]}, ValueError, "^key_value_seq_lengths must be"),
         ({"key_value_seq_lengths": [1.0, 2.0]}, TypeError, "^key_value_seq_lengths must hold"),
         ({"query_offset": 0.5}, TypeError, "^query_offset must hold"),
+        ({"query_offset": 2**61}, ValueError, r"^query_offset must lie within \+-2\*\*60"),
+        ({"S": 0, "is_causal": True}, ValueError, "needs query_offset"),
+        ({"is_causal": "no"}, TypeError, "^is_causal must be True or False"),
     ],
 )
 def test_refused(change, error, match):

@@ -404,8 +404,9 @@ def test_run_of_a_layer_with_another_bias_than_the_file_s_fails(
     init = tileattn.AttentionBlock.__init__
 
     def spoilt(self, *arguments, **options):
-        init(self, *arguments, **options)
-        getattr(self, name)[0] += 0.01
+        bias = options[name].copy()
+        bias.flat[0] += 0.01
+        init(self, *arguments, **{**options, name: bias})
 
     monkeypatch.setattr(tileattn.AttentionBlock, "__init__", spoilt)
     options = ("run", "--weights", weights, "--input", x_file, "--repeats", 1)

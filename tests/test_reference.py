@@ -386,6 +386,8 @@ def test_layer_norm_keeps_float32_and_fills_out():
         ({"out": np.ones((2, 4), dtype=np.float32)}, TypeError),
         ({"out": [[0.0] * 4] * 2}, TypeError),
         ({"x": np.float64(1)}, ValueError),
+        ({"eps": -1.0}, ValueError),
+        ({"num_threads": -3}, ValueError),
     ],
 )
 def test_layer_norm_refuses_what_does_not_fit(change, error):
@@ -530,12 +532,13 @@ def test_block_out_and_empty_axes():
     [
         ({"x": np.ones((2, 4, 6), dtype=np.int32)}, TypeError),
         ({"x": np.ones((4, 4, 4, 6))}, ValueError),
-        ({"w_q": np.ones((5, 4, 3))}, ValueError),
+        ({"w_q": np.ones((6, 4))}, ValueError),
         ({"w_k": np.ones((6, 2, 4))}, ValueError),
-        ({"w_v": np.ones((6, 4, 2))}, ValueError),
+        ({"w_v": np.ones((6, 2, 0))}, ValueError),
         ({"w_o": np.ones((4, 2, 6), dtype=np.float32)}, TypeError),
         ({"w_o": np.ones((4, 3, 6))}, ValueError),
         ({"b_q": np.ones(12)}, ValueError),
+        ({"num_threads": -3}, ValueError),
         ({"b_o": np.ones(5)}, ValueError),
         ({"context": np.ones((1, 5, 6))}, ValueError),
         ({"context": np.ones((2, 5, 6), dtype=np.float32)}, TypeError),

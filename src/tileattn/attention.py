@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tileattn import _core
-from tileattn._arguments import Array, check_attention
+from tileattn._arguments import Array, check_attention, check_flag
 from tileattn.config import resolve_threads
 
 
@@ -104,7 +104,7 @@ def dot_product_attention(
     return_lse : bool, optional
         Also return the natural logarithm of the softmax's denominator.
     out : array [B, T, N, Hv], optional
-        Where to put the result: q's dtype, any strides, no overlap with an input.
+        Where to put the result: q's dtype, any strides, no overlap with an input or itself.
     num_threads : int, optional
         For this call, by default `get_num_threads()`.
 
@@ -118,9 +118,11 @@ def dot_product_attention(
     Raises
     ------
     TypeError
-        For a dtype other than float32 and float64, or different ones.
+        For a dtype other than float32 and float64, or different ones, for masked arrays, and for
+        options of another type.
     ValueError
-        For shapes, lengths or an `out` that do not fit. Nothing has been written then.
+        For shapes, lengths or an `out` that do not fit, or a `scale` that is not finite. Nothing
+        has been written then.
 
     Notes
     -----
@@ -151,25 +153,14 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         out=out,
     )
+    return_lse = check_flag("return_lse", return_lse)
     threads = resolve_threads(num_threads)
     B, T, N, _ = a.q.shape
     result = a.out
     if result is None:
         result = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
     lse = np.empty((B, T, N), a.q.dtype) if return_lse else None
-    _core.attention(
-        a.q,
-        a.k,
-        a.v,
-        result,
-        lse,
-        a.scale,
-        is_causal,
-        a.query_offset,
-        a.query_lengths,
-        a.key_value_lengths,
-        threads,
-    )
+    _core.attention(a.q, a.k, a.v, result, lse, a.scale, *a.mask, threads)
     if out is not None:
         result = out
     elif not a.has_batch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +11,19 @@ import numpy.typing as npt
 from tileattn import _core
 from tileattn._arguments import (
     Array,
+    NormParameters,
+    SetOnce,
     check_array,
-    check_bias,
-    check_lengths,
-    check_out,
-    check_query_offset,
-    check_scale,
+    check_block_inputs,
+    check_block_weights,
+    check_int,
+    check_norm_inputs,
     check_vector,
 )
 from tileattn.config import resolve_threads
 
 
-class LayerNorm:
+class LayerNorm(NormParameters):
     """Normalise the last axis: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
     Parameters
@@ -33,13 +35,22 @@ class LayerNorm:
     eps : float, optional
         Added to the variance; 1e-5 as in PyTorch (BERT's models have 1e-12).
 
+    Attributes
+    ----------
+    weight, bias : read-only array [D] or None
+        Copies of what was given.
+    eps : float
+
     Raises
     ------
     TypeError, ValueError
-        For arrays that are not floating or not one-dimensional, or a negative `eps`.
+        For arrays that are not floating or not one-dimensional, or an `eps` that is negative or
+        not finite.
 
     Notes
     -----
+    A LayerNorm does not change once it is made.
+
     The variance is that of the distances from the mean, in a second pass, corrected for the mean's
     own rounding [1]_: a mean a thousand times the deviation costs no accuracy.
 
@@ -56,23 +67,6 @@ class LayerNorm:
     array([[-1.,  1.],
            [-1.,  1.]])
     """
-
-    def __init__(
-        self,
-        weight: npt.ArrayLike | None = None,
-        bias: npt.ArrayLike | None = None,
-        eps: float = 1e-5,
-    ) -> None:
-        self.weight = check_vector("weight", weight, None, None)
-        self.bias = check_vector("bias", bias, None, None)
-        try:
-            self.eps = float(eps)
-        except (TypeError, ValueError):
-            raise TypeError(f"eps must be a real number, not {eps!r}") from None
-        if not self.eps >= 0:
-            raise ValueError(f"eps must not be negative, got {eps}")
-        if self.weight is not None and self.bias is not None:
-            check_vector("bias", self.bias, len(self.weight), self.weight.dtype)
 
     def __repr__(self) -> str:
         width = next((str(len(a)) for a in (self.weight, self.bias) if a is not None), "any")
@@ -106,18 +100,7 @@ class LayerNorm:
         TypeError, ValueError
             For dtypes or shapes that do not fit.
         """
-        x = check_array("x", x)
-        if x.ndim == 0:
-            raise ValueError("x must have at least one axis, [..., D]")
-        D = x.shape[-1]
-        if residual is not None:
-            residual = check_array("residual", residual, x.dtype)
-            if residual.shape != x.shape:
-                raise ValueError(f"residual has shape {residual.shape}, expected {x.shape}")
-        weight = check_vector("weight", self.weight, D, x.dtype)
-        bias = check_vector("bias", self.bias, D, x.dtype)
-        if out is not None:
-            check_out(out, x.shape, x.dtype, {"x": x, "residual": residual})
+        x, residual = check_norm_inputs(x, residual, self, out)
         threads = resolve_threads(num_threads)
         result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
         if x.size:
@@ -125,8 +108,8 @@ class LayerNorm:
                 _as_rows(x),
                 None if residual is None else _as_rows(residual),
                 _as_rows(result),
-                weight,
-                bias,
+                self.weight,
+                self.bias,
                 self.eps,
                 threads,
             )
@@ -137,10 +120,10 @@ class LayerNorm:
         return out
 
 
-_DEFAULT_NORM = LayerNorm()
+DEFAULT_NORM = LayerNorm()
 
 
-class AttentionBlock:
+class AttentionBlock(SetOnce):
     """A transformer's attention block with its weights packed once, called as often as needed.
 
     ``norm(x + softmax(scale * (x W_Q + b_Q) (c W_K + b_K)^T) (c W_V + b_V) W_O + b_O)``, where c is
@@ -168,6 +151,8 @@ class AttentionBlock:
     num_heads, num_kv_heads, head_dim, v_head_dim, model_dim, context_dim : int
         N, K, H, Hv, D, Dc.
     dtype : numpy.dtype
+    norm, residual, scale, is_causal
+        As given.
     nbytes : int
         Bytes of the packed weights.
 
@@ -178,7 +163,10 @@ class AttentionBlock:
 
     Notes
     -----
-    The arrays given are copied into packed form and not referred to again.
+    The arrays given are copied into packed form and not referred to again; a block does not change
+    once it is made. Since it has its weights in that form only, which belongs to one instruction
+    set, it can be neither pickled nor copied: hand the weights to another process and build the
+    block there.
 
     Examples
     --------
@@ -203,63 +191,37 @@ class AttentionBlock:
         b_k: npt.ArrayLike | None = None,
         b_v: npt.ArrayLike | None = None,
         b_o: npt.ArrayLike | None = None,
-        norm: LayerNorm | None = _DEFAULT_NORM,
+        norm: LayerNorm | None = DEFAULT_NORM,
         residual: bool = True,
         scale: float | None = None,
         is_causal: bool = False,
     ) -> None:
-        w_q = check_array("w_q", w_q)
-        self.dtype = w_q.dtype
-        w_k = check_array("w_k", w_k, self.dtype)
-        w_v = check_array("w_v", w_v, self.dtype)
-        w_o = check_array("w_o", w_o, self.dtype)
-        for name, weight, axes in (
-            ("w_q", w_q, "[D, N, H]"),
-            ("w_k", w_k, "[Dc, K, H]"),
-            ("w_v", w_v, "[Dc, K, Hv]"),
-            ("w_o", w_o, "[N, Hv, D]"),
-        ):
-            if weight.ndim != 3 or 0 in weight.shape:
-                raise ValueError(
-                    f"{name} must have the axes {axes}, none empty, not {weight.shape}"
-                )
-        D, N, H = w_q.shape
-        Dc, K, Hv = w_v.shape
-        if N % K != 0:
-            raise ValueError(f"w_q has N = {N} heads, which must be a multiple of w_v's K = {K}")
-        for name, shape, expected in (
-            ("w_k", w_k.shape, (Dc, K, H)),
-            ("w_o", w_o.shape, (N, Hv, D)),
-        ):
-            if shape != expected:
-                raise ValueError(
-                    f"{name} has shape {shape}, expected {expected} from w_q {w_q.shape} and "
-                    f"w_v {w_v.shape}"
-                )
-        self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim = N, K, H, Hv
-        self.model_dim, self.context_dim = D, Dc
-        self.b_q = check_bias("b_q", b_q, (N, H), self.dtype)
-        self.b_k = check_bias("b_k", b_k, (K, H), self.dtype)
-        self.b_v = check_bias("b_v", b_v, (K, Hv), self.dtype)
-        self.b_o = check_bias("b_o", b_o, (D,), self.dtype)
-        if norm is not None and not isinstance(norm, LayerNorm):
-            raise TypeError(f"norm must be a LayerNorm or None, not {type(norm).__name__}")
-        self.norm = norm
-        self._norm_weight = check_vector(
-            "norm.weight", norm.weight if norm else None, D, self.dtype
+        w = check_block_weights(
+            w_q,
+            w_k,
+            w_v,
+            w_o,
+            b_q=b_q,
+            b_k=b_k,
+            b_v=b_v,
+            b_o=b_o,
+            norm=norm,
+            residual=residual,
+            scale=scale,
+            is_causal=is_causal,
         )
-        self._norm_bias = check_vector("norm.bias", norm.bias if norm else None, D, self.dtype)
-        self.residual = bool(residual)
-        self.scale = check_scale(scale, H)
-        self.is_causal = bool(is_causal)
+        w_q, _, w_v, _ = w.matrices
+        self.dtype = w_q.dtype
+        self.model_dim, self.num_heads, self.head_dim = w_q.shape
+        self.context_dim, self.num_kv_heads, self.v_head_dim = w_v.shape
+        self.norm = norm
+        self.residual, self.scale, self.is_causal = w.residual, w.scale, w.is_causal
+        self._core = _core.Block(*w)
 
-        self._core = _core.Block(
-            (w_q, w_k, w_v, w_o),
-            (self.b_q, self.b_k, self.b_v, self.b_o),
-            None if norm is None else (self._norm_weight, self._norm_bias, norm.eps),
-            self.residual,
-            self.scale,
-            self.is_causal,
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AttentionBlock can be neither pickled nor copied: pass on the weights that it was "
+            "made of and build another from them"
         )
 
     @classmethod
@@ -278,7 +240,7 @@ class AttentionBlock:
         b_o: npt.ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
-        norm: LayerNorm | None = _DEFAULT_NORM,
+        norm: LayerNorm | None = DEFAULT_NORM,
         residual: bool = True,
         scale: float | None = None,
         is_causal: bool = False,
@@ -431,48 +393,32 @@ class AttentionBlock:
         out: Array | None,
         num_threads: int | None,
     ) -> tuple[Array, tuple[float, float, float]]:
-        D = self.model_dim
-        x = check_array("x", x, self.dtype)
-        if x.ndim not in (2, 3) or x.shape[-1] != D:
-            raise ValueError(f"x must have the shape [B, T, {D}] or [T, {D}], not {x.shape}")
-        has_batch = x.ndim == 3
-        if context is None:
-            if self.context_dim != D:
-                raise ValueError(
-                    f"context is missing: this block's keys and values come from a context of "
-                    f"width {self.context_dim}, not from x of width {D}"
-                )
-            source = x
-        else:
-            source = check_array("context", context, self.dtype)
-            if source.ndim != x.ndim or source.shape[-1] != self.context_dim:
-                batch = "B, " if has_batch else ""
-                raise ValueError(
-                    f"context must have the shape [{batch}S, {self.context_dim}] since x has shape "
-                    f"{x.shape}, not {source.shape}"
-                )
-            if has_batch and len(source) != len(x):
-                raise ValueError(f"context has batch B = {len(source)}, but x has {len(x)}")
-        B = len(x) if has_batch else 1
-        T, S = x.shape[-2], source.shape[-2]
-        offset = check_query_offset(query_offset, B, T, S, self.is_causal)
-        query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
-        key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
-        if out is not None:
-            check_out(out, x.shape, x.dtype, {"x": x, "context": source})
+        x, context, mask, has_batch = check_block_inputs(
+            x,
+            context,
+            self.model_dim,
+            self.context_dim,
+            self.dtype,
+            is_causal=self.is_causal,
+            query_offset=query_offset,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            out=out,
+        )
         threads = resolve_threads(num_threads)
-        result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
-
         # The norm reads x by whole vectors; projections take any strides.
-        rows = x if x.strides[-1] == x.itemsize or D == 1 else np.ascontiguousarray(x)
-        if not has_batch:
-            rows, source = rows[None], source[None]
+        if x.strides[-1] != x.itemsize and x.shape[-1] != 1:
+            x = np.ascontiguousarray(x)
+        if out is not None and out.flags.c_contiguous:
+            result = out
+        else:
+            result = np.empty(x.shape if has_batch else x.shape[1:], x.dtype)
         seconds = self._core.run(
-            rows,
-            None if context is None else source,
-            offset,
-            query_lengths,
-            key_lengths,
+            x,
+            context,
+            mask.query_offset,
+            mask.query_lengths,
+            mask.key_value_lengths,
             result if has_batch else result[None],
             threads,
         )
@@ -498,8 +444,8 @@ def _from_linear_arguments(
     num_kv_heads: int | None,
 ) -> dict[str, Any]:
     """Weights of `from_linear` as the constructor takes them, and the biases that are given."""
-    N = num_heads
-    K = N if num_kv_heads is None else num_kv_heads
+    N = check_int("num_heads", num_heads)
+    K = N if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
     if N < 1 or K < 1 or N % K != 0:
         raise ValueError(f"num_heads = {N} must be a positive multiple of num_kv_heads, here {K}")
     if w_o is None:
@@ -542,13 +488,18 @@ def _from_linear_arguments(
         raise ValueError(
             f"w_o must have the shape [D, N * Hv] with N * Hv = {N * v.shape[2]}, not {o.shape}"
         )
-    arguments = {"w_q": q, "w_k": k, "w_v": v, "w_o": o.T.reshape(N, v.shape[2], -1)}
+    arguments: dict[str, Any] = {
+        "w_q": q,
+        "w_k": k,
+        "w_v": v,
+        "w_o": o.T.reshape(N, v.shape[2], -1),
+    }
     for name, head_bias, weight in (("b_q", b_q, q), ("b_k", b_k, k), ("b_v", b_v, v)):
         shape = weight.shape[1:]
-        if (flat := check_bias(name, head_bias, shape, weight.dtype)) is not None:
+        if (flat := check_vector(name, head_bias, (math.prod(shape),), weight.dtype)) is not None:
             arguments[name] = flat.reshape(shape)
-    if (flat := check_bias("b_o", b_o, o.shape[:1], o.dtype)) is not None:
-        arguments["b_o"] = flat
+    if b_o is not None:
+        arguments["b_o"] = b_o
     return arguments
 
 
@@ -563,7 +514,7 @@ def attention_block(
     b_k: npt.ArrayLike | None = None,
     b_v: npt.ArrayLike | None = None,
     b_o: npt.ArrayLike | None = None,
-    norm: LayerNorm | None = _DEFAULT_NORM,
+    norm: LayerNorm | None = DEFAULT_NORM,
     residual: bool = True,
     scale: float | None = None,
     is_causal: bool = False,

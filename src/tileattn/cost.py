@@ -6,14 +6,12 @@ text is the table that the package prints beside its measurements.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex
 
 import numpy.typing as npt
 
-from tileattn._arguments import check_integers, check_lengths
+from tileattn._arguments import check_int, check_mask
 
 __all__ = [
     "LAYER_NORM_FLOPS_PER_ELEMENT",
@@ -196,7 +194,7 @@ def attention_block_cost(
     ------
     ValueError
         A size that is negative, heads that do not divide, a length outside its axis, or a causal
-        mask whose offset is not known.
+        mask whose offset is not known or beyond 2**60.
     TypeError
         A size that is not a whole number.
 
@@ -234,22 +232,14 @@ def attention_block_cost(
     itemsize = _size("itemsize", itemsize)
     if K < 1 or N % K:
         raise ValueError(f"K must divide N, got N = {N} query heads and K = {K} key/value heads")
-    if is_causal and query_offset is None and T != S and B * T * S != 0:
-        raise ValueError(
-            f"is_causal with T = {T} and S = {S} needs query_offset: 0 aligns the first query with "
-            f"the first key, S - T = {S - T} the last with the last"
-        )
-    offsets = check_integers(
-        "query_offset", 0 if query_offset is None else query_offset, B, scalar=True
-    ).tolist()
-    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
-    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
+    mask = check_mask(B, T, S, is_causal, query_offset, query_seq_lengths, key_value_seq_lengths)
 
     pairs = queries_read = keys_read = 0
-    for b, offset in enumerate(offsets):
-        rows = T if query_lengths is None else int(query_lengths[b])
-        keys = S if key_lengths is None else int(key_lengths[b])
-        if not is_causal:
+    for b in range(B):
+        offset = 0 if mask.query_offset is None else int(mask.query_offset[b])
+        rows = T if mask.query_lengths is None else int(mask.query_lengths[b])
+        keys = S if mask.key_value_lengths is None else int(mask.key_value_lengths[b])
+        if not mask.is_causal:
             pairs += rows * keys
             queries_read += rows if keys else 0
             keys_read += keys if rows else 0
@@ -433,11 +423,8 @@ def _clipped_sum(top: int, limit: int) -> int:
     return triangle(top) - triangle(top - limit)
 
 
-def _size(name: str, value: SupportsIndex) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {type(value).__name__}") from None
+def _size(name: str, value: int) -> int:
+    size = check_int(name, value)
     if size < 0:
         raise ValueError(f"{name} must not be negative, got {size}")
     return size

@@ -1,8 +1,11 @@
 """The attention block in plain NumPy: the oracle of the tests, and the definition in code.
 
-Every public operation stands here once more under its own name and with the same arguments, written
-to be read. All arithmetic is float64, whatever comes in; the result has the dtype of the input. So
-float64 inputs give the oracle, and float32 inputs give the oracle rounded once.
+`dot_product_attention` and `attention_block` stand here once more, with the same arguments and the
+same checks, written to be read; `layer_norm` is a LayerNorm made and called in one. There are no
+classes here: an AttentionBlock's arguments and those of its call go to `attention_block`.
+
+All arithmetic is float64, whatever comes in; the result has the dtype of the input. So float64
+inputs give the oracle, and float32 inputs give the oracle rounded once.
 
 Nothing here is fast, though it is sparing: float64 copies are made for one sequence and one
 key/value head at a time, and scores for a block of query rows.
@@ -19,19 +22,22 @@ import numpy.typing as npt
 from tileattn import attention
 from tileattn._arguments import (
     Array,
-    AttentionArguments,
-    check_array,
+    Mask,
+    NormParameters,
     check_attention,
-    check_out,
+    check_block_inputs,
+    check_block_weights,
+    check_flag,
+    check_norm_inputs,
 )
-from tileattn.block import LayerNorm
+from tileattn.block import DEFAULT_NORM, LayerNorm
+from tileattn.config import resolve_threads
 
 __all__ = ["attention_block", "dot_product_attention", "layer_norm", "visible"]
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
-_PLAIN_NORM = LayerNorm()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: Scores held at once: 1 Mi float64 of them are 8 MiB, small beside the arrays worth a loop.
@@ -167,11 +173,13 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         out=out,
     )
+    return_lse = check_flag("return_lse", return_lse)
+    resolve_threads(num_threads)
     B, T, N, _ = a.q.shape
     y_BTNH = np.empty((B, T, N, a.v.shape[-1]), dtype=a.q.dtype)
     lse_BTN = np.empty((B, T, N), dtype=a.q.dtype)
     for b in range(B):
-        y_BTNH[b], lse_BTN[b] = _attend(a.q[b], a.k[b], a.v[b], is_causal, a, b)
+        y_BTNH[b], lse_BTN[b] = _attend(a.q[b], a.k[b], a.v[b], a.scale, a.mask, b)
     y, lse = (y_BTNH, lse_BTN) if a.has_batch else (y_BTNH[0], lse_BTN[0])
     y = _deliver(y, out)
     return (y, lse) if return_lse else y
@@ -189,7 +197,7 @@ def attention_block(
     b_k: npt.ArrayLike | None = None,
     b_v: npt.ArrayLike | None = None,
     b_o: npt.ArrayLike | None = None,
-    norm: LayerNorm | None = _PLAIN_NORM,
+    norm: LayerNorm | None = DEFAULT_NORM,
     residual: bool = True,
     scale: float | None = None,
     is_causal: bool = False,
@@ -242,57 +250,51 @@ def attention_block(
     array([[[2., 1.],
             [1., 2.]]])
     """
-    batch = "B " if np.ndim(x) == 3 else ""
-    arrays, size = _bind(
-        x=(x, batch + "T D"),
-        context=(x if context is None else context, batch + "S Dc"),
-        w_q=(w_q, "D N H"),
-        w_k=(w_k, "Dc K H"),
-        w_v=(w_v, "Dc K Hv"),
-        w_o=(w_o, "N Hv D"),
-        b_q=(b_q, "N H"),
-        b_k=(b_k, "K H"),
-        b_v=(b_v, "K Hv"),
-        b_o=(b_o, "D"),
-        weight=(norm and norm.weight, "D"),
-        bias=(norm and norm.bias, "D"),
-    )
-    x, context = arrays["x"], arrays["context"]
-    if out is not None:
-        check_out(out, x.shape, x.dtype, {**arrays})
-    B, T, S = size.get("B", 1), size["T"], size["S"]
-    N, K, H, Hv, D, Dc = (size[letter] for letter in ("N", "K", "H", "Hv", "D", "Dc"))
-    # Checks the heads, the scale and what masks, on arrays of the right shape that take no memory.
-    zero = np.zeros((), dtype=x.dtype)
-    a = check_attention(
-        np.broadcast_to(zero, (B, T, N, H)),
-        np.broadcast_to(zero, (B, S, K, H)),
-        np.broadcast_to(zero, (B, S, K, Hv)),
+    w = check_block_weights(
+        w_q,
+        w_k,
+        w_v,
+        w_o,
+        b_q=b_q,
+        b_k=b_k,
+        b_v=b_v,
+        b_o=b_o,
+        norm=norm,
+        residual=residual,
         scale=scale,
         is_causal=is_causal,
+    )
+    w_q, w_k, w_v, w_o = (_float64(matrix) for matrix in w.matrices)
+    b_q, b_k, b_v, b_o = (_float64(bias) for bias in w.biases)
+    x_BTD, c_BSD, mask, has_batch = check_block_inputs(
+        x,
+        context,
+        len(w_q),
+        len(w_v),
+        w.matrices[0].dtype,
+        is_causal=w.is_causal,
         query_offset=query_offset,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
-        out=None,
+        out=out,
     )
+    resolve_threads(num_threads)
 
-    x_BTD, c_BSD = x.reshape(B, T, D), context.reshape(B, S, Dc)
-    w_q, w_k, w_v, w_o = (_float64(arrays[name]) for name in ("w_q", "w_k", "w_v", "w_o"))
-    b_q, b_k, b_v, b_o = (_float64(arrays.get(name)) for name in ("b_q", "b_k", "b_v", "b_o"))
-    y_BTD = np.empty((B, T, D), dtype=x.dtype)
-    for b in range(B):
+    y_BTD = np.empty(x_BTD.shape, x_BTD.dtype)
+    c_BSD = x_BTD if c_BSD is None else c_BSD
+    for b in range(len(x_BTD)):
         x_TD, c_SD = _float64(x_BTD[b]), _float64(c_BSD[b])
         q_TNH = np.tensordot(x_TD, w_q, axes=1) + b_q
         k_SKH = np.tensordot(c_SD, w_k, axes=1) + b_k
         v_SKH = np.tensordot(c_SD, w_v, axes=1) + b_v
-        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, is_causal, a, b)
+        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, w.scale, mask, b)
         y_TD = np.tensordot(y_TNH, w_o, axes=2) + b_o
-        if residual:
+        if w.residual:
             y_TD = x_TD + y_TD
         if norm is not None:
-            y_TD = _normalise(y_TD, norm.weight, norm.bias, norm.eps)
+            y_TD = _normalise(y_TD, norm)
         y_BTD[b] = y_TD
-    return _deliver(y_BTD.reshape(x.shape), out)
+    return _deliver(y_BTD if has_batch else y_BTD[0], out)
 
 
 @np.errstate(all="ignore")
@@ -337,26 +339,22 @@ def layer_norm(
     >>> layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    axes = " ".join([*(f"axis{i}" for i in range(np.ndim(x) - 1)), "D"])
-    arrays, _ = _bind(
-        x=(x, axes), residual=(residual, axes), weight=(weight, "D"), bias=(bias, "D")
-    )
-    x = arrays["x"]
-    if out is not None:
-        check_out(out, x.shape, x.dtype, {**arrays})
-    y = _normalise(_float64(x) + _float64(arrays.get("residual")), weight, bias, eps)
+    norm = NormParameters(weight, bias, eps)
+    x, residual = check_norm_inputs(x, residual, norm, out)
+    resolve_threads(num_threads)
+    y = _normalise(_float64(x) + _float64(residual), norm)
     return _deliver(y.astype(x.dtype), out)
 
 
 def _attend(
-    q_TNH: Array, k_SKH: Array, v_SKH: Array, is_causal: bool, a: AttentionArguments, b: int
+    q_TNH: Array, k_SKH: Array, v_SKH: Array, scale: float, mask: Mask, b: int
 ) -> tuple[Float64, Float64]:
     """Attention of sequence b -> y[T,N,Hv], lse[T,N]; q, k and v of any floating dtype."""
     (T, N, _), (S, K, Hv) = q_TNH.shape, v_SKH.shape
     G = N // max(1, K)
-    offset = 0 if a.query_offset is None else int(a.query_offset[b])
-    query_length = T if a.query_lengths is None else int(a.query_lengths[b])
-    key_value_length = S if a.key_value_lengths is None else int(a.key_value_lengths[b])
+    offset = 0 if mask.query_offset is None else int(mask.query_offset[b])
+    query_length = T if mask.query_lengths is None else int(mask.query_lengths[b])
+    key_value_length = S if mask.key_value_lengths is None else int(mask.key_value_lengths[b])
     y_TNH, lse_TN = np.empty((T, N, Hv)), np.empty((T, N))
     step = max(1, SCORES_AT_ONCE // max(1, G * S))
     for head in range(K):
@@ -370,13 +368,13 @@ def _attend(
                 1,
                 len(q_TGH),
                 S,
-                is_causal=is_causal,
+                is_causal=mask.is_causal,
                 query_offset=offset + start,
                 query_lengths=query_length - start,
                 key_value_lengths=key_value_length,
             )[0]
             y_TNH[rows, heads], lse_TN[rows, heads] = _softmax_times_values(
-                q_TGH, k_SH, v_SH, sees_TS, a.scale
+                q_TGH, k_SH, v_SH, sees_TS, scale
             )
     return y_TNH, lse_TN
 
@@ -404,15 +402,13 @@ def _softmax_times_values(
     return y_TGH, max_TG + np.log(sum_TG)
 
 
-def _normalise(
-    x: Float64, weight: npt.ArrayLike | None, bias: npt.ArrayLike | None, eps: float
-) -> Float64:
+def _normalise(x: Float64, norm: NormParameters) -> Float64:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis."""
     D = x.shape[-1]
     centred = x - x.sum(axis=-1, keepdims=True) / D
     variance = (centred * centred).sum(axis=-1, keepdims=True) / D
-    y: Float64 = centred / np.sqrt(variance + eps)
-    return (y if weight is None else y * _float64(weight)) + _float64(bias)
+    y: Float64 = centred / np.sqrt(variance + norm.eps)
+    return (y if norm.weight is None else y * _float64(norm.weight)) + _float64(norm.bias)
 
 
 def _float64(array: npt.ArrayLike | None) -> Float64:
@@ -425,27 +421,3 @@ def _deliver(y: Array, out: Array | None) -> Array:
         return y
     out[...] = y
     return out
-
-
-def _bind(**axes: tuple[Any, str]) -> tuple[dict[str, Array], dict[str, int]]:
-    """Check arrays against the letters of their axes; the first, x, sets the dtype.
-
-    Returns the arrays that are given, by name, and the size of each letter.
-    """
-    arrays: dict[str, Array] = {}
-    size: dict[str, int] = {}
-    for name, (value, letters) in axes.items():
-        if value is None:
-            continue
-        array = arrays[name] = check_array(name, value, arrays["x"].dtype if arrays else None)
-        fits = array.ndim == len(letters.split()) and all(
-            size.setdefault(letter, n) == n
-            for letter, n in zip(letters.split(), array.shape, strict=True)
-        )
-        if not fits:
-            expected = ", ".join(
-                f"{letter} = {size[letter]}" if letter in size else letter
-                for letter in letters.split()
-            )
-            raise ValueError(f"{name} must have the axes [{expected}], not shape {array.shape}")
-    return arrays, size
