@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -315,6 +316,29 @@ def test_out_may_be_what_the_norm_was_made_of():
             assert same_bits(array, expected.reshape(24))
     with pytest.raises(ValueError, match="read-only"):
         norm(x, out=norm.weight)
+
+
+def test_only_a_last_axis_that_is_strided_is_copied():
+    """Rows may lie anywhere; a block without a residual takes x as it is."""
+    shape = (4, 250, 40)
+    wide, columns = np.zeros((4, 500, 60), np.float32), np.zeros((4, 250, 80), np.float32)
+    strided, strided_columns = wide[:, ::2, :40], columns[..., ::2]
+    rows, rows_out = np.zeros((2, 1000, 50), np.float32)[..., 5:45]
+    out = np.empty(shape, np.float32)
+    weights, norm = Sizes(D=40).weights(), LayerNorm()
+    residual, bare = AttentionBlock(*weights), AttentionBlock(*weights, residual=False)
+    for name, call in {
+        "norm": lambda: norm(strided, residual=strided[:, ::-1], out=out),
+        "norm of rows": lambda: norm(rows, out=rows_out),
+        "block": lambda: residual(strided, out=out),
+        "block without residual": lambda: bare(strided_columns, out=out),
+        "context": lambda: residual(strided, context=strided_columns, out=out),
+    }.items():
+        tracemalloc.start()
+        call()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < out.nbytes / 2, name
 
 
 def test_input_without_batch_axis():

@@ -102,21 +102,26 @@ class LayerNorm(NormParameters):
         """
         x, residual = check_norm_inputs(x, residual, self, out)
         threads = resolve_threads(num_threads)
-        result = out if out is not None and out.flags.c_contiguous else np.empty(x.shape, x.dtype)
-        if x.size:
-            _core.layer_norm(
-                _as_rows(x),
-                None if residual is None else _as_rows(residual),
-                _as_rows(result),
-                self.weight,
-                self.bias,
-                self.eps,
-                threads,
-            )
+        D = x.shape[-1]
+        if not x.size:
+            return np.empty(x.shape, x.dtype) if out is None else out
+        # A view of out, or a copy where no stride can express its rows as one axis.
+        target = None if out is None else np.asarray(out).reshape(1, -1, D)
+        if target is None or not _has_whole_rows(target):
+            target = np.empty((1, x.size // D, D), x.dtype)
+        _core.layer_norm(
+            _as_rows(x),
+            None if residual is None else _as_rows(residual),
+            target,
+            self.weight,
+            self.bias,
+            self.eps,
+            threads,
+        )
         if out is None:
-            return result
-        if result is not out:
-            out[...] = result
+            return target.reshape(x.shape)
+        if not np.may_share_memory(target, out):
+            out[...] = target.reshape(x.shape)
         return out
 
 
@@ -407,7 +412,7 @@ class AttentionBlock(SetOnce):
         )
         threads = resolve_threads(num_threads)
         # The norm reads x by whole vectors; projections take any strides.
-        if x.strides[-1] != x.itemsize and x.shape[-1] != 1:
+        if self.residual and not _has_whole_rows(x):
             x = np.ascontiguousarray(x)
         if out is not None and out.flags.c_contiguous:
             result = out
@@ -581,6 +586,13 @@ def attention_block(
     )
 
 
+def _has_whole_rows(array: Array) -> bool:
+    """Whether the elements of a row lie side by side, as the norm's kernel wants them."""
+    return array.strides[-1] == array.itemsize or array.shape[-1] == 1
+
+
 def _as_rows(array: Array) -> Array:
-    """[..., D] as [1, rows, D] with contiguous rows, a view where that is one already."""
-    return np.ascontiguousarray(array).reshape(1, -1, array.shape[-1])
+    """[..., D] as [B, T, D] with whole rows: a view, but for what strides cannot express."""
+    if array.ndim != 3:
+        array = array.reshape(-1, array.shape[-2] if array.ndim > 1 else 1, array.shape[-1])
+    return array if _has_whole_rows(array) else np.ascontiguousarray(array)
