@@ -40,17 +40,23 @@ def prepare(cell: Block, alignment: Alignment = "line") -> Work:
     def ours(threads: int) -> Array:
         return blocks[next(turn)](x, out=out, num_threads=threads)
 
+    cuts = [N * H, (N + K) * H]
+    packed = [
+        (_core.PackedMatrix(*np.split(w.w_qkv, cuts, axis=1)), _core.PackedMatrix(w.w_o))
+        for w in weights
+    ]
     q, y = (empty((B, T, N, H), alignment) for _ in range(2))
     k, v = (empty((B, T, K, H), alignment) for _ in range(2))
     z = empty((B * T, D), alignment)
 
     def in_parts(threads: int) -> Array:
-        block = blocks[next(turn)]
+        i = next(turn)
+        w_qkv, w_o = packed[i]
         qkv = tuple(a.reshape(B * T, -1) for a in (q, k, v))
-        _core.project(x, block._w_q, qkv, (block.b_q, block.b_k, block.b_v), threads)
+        _core.project(x, w_qkv, qkv, tuple(np.split(weights[i].b_qkv, cuts)), threads)
         tileattn.dot_product_attention(q, k, v, is_causal=cell.causal, out=y, num_threads=threads)
-        _core.project(y.reshape(B, T, N * H), block._w_o, (z,), (block.b_o,), threads)
-        return block.norm(z.reshape(x.shape), residual=x, out=out, num_threads=threads)
+        _core.project(y.reshape(B, T, N * H), w_o, (z,), (weights[i].b_o,), threads)
+        return blocks[i].norm(z.reshape(x.shape), residual=x, out=out, num_threads=threads)
 
     def exact() -> Array:
         doubles = peers.BlockWeights(*(array.astype(np.float64) for array in first))

@@ -220,3 +220,9 @@ def test_format_count(number, text):
 def test_refused(change, error, match):
     with pytest.raises(error, match=match):
         attention_block_cost(**{"B": 2, "T": 4, "D": 8, "N": 4, "K": 2, "H": 4} | change)
+
+
+def test_equal_sequences_are_counted_once():
+    one = attention_block_cost(1, 5, 8, 2, 1, 4, is_causal=True)
+    many = attention_block_cost(10**9, 5, 8, 2, 1, 4, is_causal=True)
+    assert many.visible_pairs == 10**9 * one.visible_pairs

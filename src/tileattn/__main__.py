@@ -72,8 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:
             return 0  # --help has been printed
         status: int = arguments.command(arguments)
-        # Here, where a reader that has gone can still be answered for.
-        sys.stdout.flush()
+        # Here, where a reader that has gone can still be answered for. Without a standard output
+        # (closed by the shell) there is nobody to write to.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except CommandError as error:
         message = str(error)
@@ -206,7 +208,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _cost(arguments: argparse.Namespace) -> int:
-    with _blaming(None, ValueError):
+    with _blaming(None, ValueError, TypeError):
         cost = attention_block_cost(
             **_sizes(arguments),
             S=arguments.S,

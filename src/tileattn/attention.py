@@ -79,7 +79,7 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T) v``, without a T x S matrix of scores.
 
-    Query head n uses key/value head ``n // (N / K)``. Working memory is a few hundred kilobytes a
+    Query head n uses key/value head ``n // (N / K)``. Working memory is one to a few megabytes a
     thread, whatever T and S are.
 
     Parameters

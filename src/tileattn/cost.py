@@ -1,7 +1,7 @@
 """The cost model of the attention block: FLOPs, parameters and bytes, operation by operation.
 
-Nothing is measured here and no array is made: sizes go in, exact whole numbers come out, and their
-text is the table that the package prints beside its measurements.
+Nothing is measured here and no array of the block's is made: sizes go in, exact whole numbers come
+out, and their text is the table that the package prints beside its measurements.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import check_int, check_mask
+from tileattn._arguments import Mask, check_int, check_mask
 
 __all__ = [
     "LAYER_NORM_FLOPS_PER_ELEMENT",
@@ -235,19 +236,16 @@ def attention_block_cost(
     mask = check_mask(B, T, S, is_causal, query_offset, query_seq_lengths, key_value_seq_lengths)
 
     pairs = queries_read = keys_read = 0
-    for b in range(B):
-        offset = 0 if mask.query_offset is None else int(mask.query_offset[b])
-        rows = T if mask.query_lengths is None else int(mask.query_lengths[b])
-        keys = S if mask.key_value_lengths is None else int(mask.key_value_lengths[b])
+    for times, offset, rows, keys in _kinds_of_sequences(mask, B, T, S):
         if not mask.is_causal:
-            pairs += rows * keys
-            queries_read += rows if keys else 0
-            keys_read += keys if rows else 0
+            pairs += times * rows * keys
+            queries_read += times * rows if keys else 0
+            keys_read += times * keys if rows else 0
             continue
         # Row t sees min(max(t + offset + 1, 0), keys) keys, so the rows that see any come last.
-        pairs += _clipped_sum(offset + rows, keys) - _clipped_sum(offset, keys)
-        queries_read += min(max(rows + min(offset, 0), 0), rows) if keys else 0
-        keys_read += min(max(offset + rows, 0), keys) if rows else 0
+        pairs += times * (_clipped_sum(offset + rows, keys) - _clipped_sum(offset, keys))
+        queries_read += times * min(max(rows + min(offset, 0), 0), rows) if keys else 0
+        keys_read += times * min(max(offset + rows, 0), keys) if rows else 0
 
     G = N // K
     x, q, k, v, y = B * T * D, B * T * N * H, B * S * K * H, B * S * K * Hv, B * T * N * Hv
@@ -362,6 +360,20 @@ def table_text(
     rule = "-" * max(map(len, lines))
     end = 1 + len(body)
     return "\n".join([lines[0], rule, *lines[1:end], rule, *lines[end:]])
+
+
+def _kinds_of_sequences(mask: Mask, B: int, T: int, S: int) -> list[tuple[int, int, int, int]]:
+    """(how many, query offset, query length, key length) for each kind of sequence in the batch."""
+    given = (mask.query_offset, mask.query_lengths, mask.key_value_lengths)
+    if all(array is None for array in given):
+        return [(B, 0, T, S)]
+    columns = [
+        np.full(B, default) if array is None else array
+        for array, default in zip(given, (0, T, S), strict=True)
+    ]
+    kinds, counts = np.unique(np.stack(columns), axis=1, return_counts=True)
+    offsets, queries, keys = kinds.tolist()
+    return list(zip(counts.tolist(), offsets, queries, keys, strict=True))
 
 
 def format_count(number: int) -> str:
