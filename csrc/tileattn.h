@@ -19,68 +19,68 @@ enum {
 
 /* C[rows x columns] (+)= A B + bias over one slice of the contracted axis. See kernel/gemm.inc.h. */
 typedef struct ta_gemm_tile {
-    int rows;            /* 1 .. gemm_mr */
-    int columns;         /* 1 .. gemm_nr */
-    ptrdiff_t depth;     /* length of the slice */
-    const void *a;       /* [depth][rows], packed */
-    const void *b;       /* [depth][columns rounded up to vl], packed */
-    void *c;             /* row i starts at c + i * c_stride */
+    int rows;        /* 1 .. gemm_mr */
+    int columns;     /* 1 .. gemm_nr */
+    ptrdiff_t depth; /* length of the slice */
+    const void *a;   /* [depth][rows], packed */
+    const void *b;   /* [depth][columns rounded up to vl], packed */
+    void *c;         /* row i starts at c + i * c_stride */
     ptrdiff_t c_stride;
-    int accumulate;      /* add to C; otherwise C is written without being read */
-    const void *bias;    /* [columns], added last; NULL for none */
-    int panels;          /* whole panels side by side: 1, or 4 for one row and 2 for up to walk_rows */
+    int accumulate;   /* add to C; otherwise C is written without being read */
+    const void *bias; /* [columns], added last; NULL for none */
+    int panels;       /* whole panels side by side: 1, or 4 for one row and 2 for up to walk_rows */
     ptrdiff_t panel_stride;
-    const void *next;    /* memory to bring into the second-level cache meanwhile */
+    const void *next; /* memory to bring into the second-level cache meanwhile */
     ptrdiff_t next_bytes;
 } ta_gemm_tile;
 
 /* One tile of stacked query rows against one block of keys. See kernel/attention.inc.h. */
 typedef struct ta_attention_tile {
-    int rows;                /* 1 .. attention_mr */
+    int rows; /* 1 .. attention_mr */
     ptrdiff_t head_dim;
-    ptrdiff_t v_columns;     /* value columns, rounded up to whole vectors */
-    const void *q;           /* [head_dim][rows], packed, times scale * log2(e) */
-    const void *k;           /* [panel][head_dim][attention_nr], packed */
-    const void *v;           /* [key][v_columns], packed */
-    ptrdiff_t key_start;     /* position of the block's first key */
-    ptrdiff_t key_begin;     /* keys of the block that any of the rows sees: [key_begin, key_end), */
-    ptrdiff_t key_end;       /*   counted from key_start */
-    int edge;                /* some row does not see all of them */
-    const ptrdiff_t *first;  /* row i sees the positions [first[i], last[i]) */
+    ptrdiff_t v_columns;    /* value columns, rounded up to whole vectors */
+    const void *q;          /* [head_dim][rows], packed, times scale * log2(e) */
+    const void *k;          /* [panel][head_dim][attention_nr], packed */
+    const void *v;          /* [key][v_columns], packed */
+    ptrdiff_t key_start;    /* position of the block's first key */
+    ptrdiff_t key_begin;    /* keys of the block that any of the rows sees: [key_begin, key_end), */
+    ptrdiff_t key_end;      /*   counted from key_start */
+    int edge;               /* some row does not see all of them */
+    const ptrdiff_t *first; /* row i sees the positions [first[i], last[i]) */
     const ptrdiff_t *last;
-    void *scores;            /* [rows][score_stride], scratch */
+    void *scores; /* [rows][score_stride], scratch */
     ptrdiff_t score_stride;
-    void *row_max;           /* [rows]; -inf until the row has seen a key */
-    void *row_sum;           /* [rows][vl]; the sum is that of the lanes */
-    void *out;               /* [rows][out_stride], running sum of weighted values */
+    void *row_max; /* [rows]; -inf until the row has seen a key */
+    void *row_sum; /* [rows][vl]; the sum is that of the lanes */
+    void *out;     /* [rows][out_stride], running sum of weighted values */
     ptrdiff_t out_stride;
 } ta_attention_tile;
 
 /* What is done to a row of x + residual. See kernel/norm.inc.h. */
 typedef struct ta_norm {
     ptrdiff_t columns;
-    int normalize;       /* otherwise x + residual is the result */
-    const void *weight;  /* [columns], or NULL for ones */
-    const void *bias;    /* [columns], or NULL for zeros */
+    int normalize;      /* otherwise x + residual is the result */
+    const void *weight; /* [columns], or NULL for ones */
+    const void *bias;   /* [columns], or NULL for zeros */
     double epsilon;
 } ta_norm;
 
 typedef struct ta_kernels {
     int itemsize;
-    int vl;            /* lanes of a vector */
-    int gemm_mr;       /* rows of a register tile */
-    int gemm_nr;       /* columns of a packed panel; those of the last one are rounded up to vl */
-    int gemm_mc;       /* rows of a packed block of A */
-    int walk_rows;     /* up to which rows a tile may take several panels */
-    int attention_mr;  /* rows of a score tile */
-    int attention_nr;  /* keys of a packed panel */
+    int vl;           /* lanes of a vector */
+    int gemm_mr;      /* rows of a register tile */
+    int gemm_nr;      /* columns of a packed panel; those of the last one are rounded up to vl */
+    int gemm_mc;      /* rows of a packed block of A */
+    int walk_rows;    /* up to which rows a tile may take several panels */
+    int attention_mr; /* rows of a score tile */
+    int attention_nr; /* keys of a packed panel */
 
     /* dst[j][i] = scale * rows[i][j * column_stride] for i < count, j < depth. */
     void (*pack_rows)(void *dst, const void *const *rows, int count, ptrdiff_t depth,
                       ptrdiff_t column_stride, double scale);
     /* dst[p][j] = src[p * row_stride + j * column_stride], zero for j >= columns. */
-    void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns,
-                         ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride);
+    void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns, ptrdiff_t width,
+                         ptrdiff_t row_stride, ptrdiff_t column_stride);
     void (*gemm_tile)(const ta_gemm_tile *tile);
     /* A row that has seen no key: out and row_sum zero, row_max -inf. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum);
@@ -89,8 +89,8 @@ typedef struct ta_kernels {
     void (*value_tile)(const ta_attention_tile *tile);
     /* dst[j] = out[j] / sum of the lanes of row_sum, lse = natural log of the softmax's denominator;
      * zeros and -inf for a row that has seen no key. */
-    void (*finish_row)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
-                       const void *out, const void *row_max, const void *row_sum);
+    void (*finish_row)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse, const void *out,
+                       const void *row_max, const void *row_sum);
     /* Whether each of `count` values, a multiple of vl, is finite. */
     int (*all_finite)(const void *src, ptrdiff_t count);
     /* dst = norm(x + residual); residual may be NULL, dst may be x or residual. */
@@ -103,7 +103,7 @@ typedef struct ta_kernels {
 
 typedef struct ta_isa {
     const char *name;
-    int (*supported)(void);  /* by this CPU and its operating system */
+    int (*supported)(void); /* by this CPU and its operating system */
     const ta_kernels *f32;
     const ta_kernels *f64;
 } ta_isa;
@@ -113,10 +113,10 @@ extern const ta_isa ta_isas[];
 extern const int ta_isa_count;
 
 /* Process facts that decide about threads and memory (platform.c). */
-int ta_allowed_cpus(void);           /* CPUs this thread may run on; 0 if unknown */
-int ta_watch_fork(void);             /* arms ta_is_forked_child; non-zero on failure */
-int ta_is_forked_child(void);        /* whether this process is a fork of one that had armed it */
-void *ta_allocate(size_t bytes);     /* 2 MiB-aligned on huge pages when large, else 64-byte-aligned */
+int ta_allowed_cpus(void);       /* CPUs this thread may run on; 0 if unknown */
+int ta_watch_fork(void);         /* arms ta_is_forked_child; non-zero on failure */
+int ta_is_forked_child(void);    /* whether this process is a fork of one that had armed it */
+void *ta_allocate(size_t bytes); /* 2 MiB-aligned on huge pages when large, else 64-byte-aligned */
 void ta_release(void *memory);
 
 #endif

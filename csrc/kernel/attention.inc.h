@@ -48,8 +48,11 @@ TA_INLINE void score_body(const int rows, const ta_attention_tile *t)
     }
 }
 
-#define TA_INSTANCE(MR, NV) \
-    TA_NOINLINE void TA_NAME(score_##MR)(const ta_attention_tile *t) { score_body(MR, t); }
+#define TA_INSTANCE(MR, NV)                                          \
+    TA_NOINLINE void TA_NAME(score_##MR)(const ta_attention_tile *t) \
+    {                                                                \
+        score_body(MR, t);                                           \
+    }
 #define TA_ENTRY(MR, NV) TA_NAME(score_##MR),
 TA_EACH_ATTENTION_ROWS(TA_INSTANCE, )
 
@@ -145,9 +148,9 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    outer_products(acc, rows, vectors, t->key_end - t->key_begin,
-                   (const real *)t->scores + t->key_begin, t->score_stride, 1,
-                   (const real *)t->v + t->key_begin * t->v_columns + column, t->v_columns);
+    outer_products(acc, rows, vectors, t->key_end - t->key_begin, (const real *)t->scores + t->key_begin,
+                   t->score_stride, 1, (const real *)t->v + t->key_begin * t->v_columns + column,
+                   t->v_columns);
     /* A sum for each block, then the sum of these: one chain over 16384 keys has ten times the error. */
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -169,8 +172,11 @@ TA_INLINE void value_rows(const int rows, const ta_attention_tile *t)
         value_body(rows, 1, t, column);
 }
 
-#define TA_INSTANCE(MR, NV) \
-    TA_NOINLINE void TA_NAME(value_##MR)(const ta_attention_tile *t) { value_rows(MR, t); }
+#define TA_INSTANCE(MR, NV)                                          \
+    TA_NOINLINE void TA_NAME(value_##MR)(const ta_attention_tile *t) \
+    {                                                                \
+        value_rows(MR, t);                                           \
+    }
 #define TA_ENTRY(MR, NV) TA_NAME(value_##MR),
 TA_EACH_ATTENTION_ROWS(TA_INSTANCE, )
 

@@ -10,6 +10,7 @@
  * 8 steps take degree 4 where one step (no lookup) takes 6. Degree 3 with 16 steps misses 1e-7 by 6%, for
  * the rounding of the table comes on top; so does degree 5 with one step.
  */
+/* clang-format off: tables in rows of what belongs together */
 #define vec_exp2 TA_NAME(vec_exp2)
 TA_INLINE vec vec_exp2(vec x)
 {
@@ -23,35 +24,32 @@ TA_INLINE vec vec_exp2(vec x)
         0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7,
         0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
     enum { DEGREE = 4 };
-    static const real c[DEGREE] = {0.693147178017f, 0.240226506665f, 0.0555093172896f,
-                                   0.00961873082568f};
+    static const real c[DEGREE] = {0.693147178017f, 0.240226506665f, 0.0555093172896f, 0.00961873082568f};
 #else
     enum { DEGREE = 6 };
-    static const real c[DEGREE] = {0.693147188026f,  0.240226507606f,  0.0555035711422f,
+    static const real c[DEGREE] = {0.693147188026f,   0.240226507606f,   0.0555035711422f,
                                    0.00961808255728f, 0.00133908663647f, 0.000154531629451f};
 #endif
 #else
     const real lowest = -1023;
     enum { MANTISSA_BITS = 52 };
 #if TA_LOOKUP_BITS == 3
-    static const integer power[8] = {
-        0x3ff0000000000000, 0x3fef72b83c7d517b, 0x3fef06fe0a31b715, 0x3feebfdad5362a27,
-        0x3feea09e667f3bcd, 0x3feeace5422aa0db, 0x3feee89f995ad3ad, 0x3fef5818dcfba487};
+    static const integer power[8] = {0x3ff0000000000000, 0x3fef72b83c7d517b, 0x3fef06fe0a31b715,
+                                     0x3feebfdad5362a27, 0x3feea09e667f3bcd, 0x3feeace5422aa0db,
+                                     0x3feee89f995ad3ad, 0x3fef5818dcfba487};
     enum { DEGREE = 7 };
-    static const real c[DEGREE] = {0.693147180559945309,   0.240226506959109328,
-                                   0.0555041086648222435,  0.00961812908998330078,
-                                   0.00133335581328388558, 0.000154044338193475813,
+    static const real c[DEGREE] = {0.693147180559945309,    0.240226506959109328,   0.0555041086648222435,
+                                   0.00961812908998330078,  0.00133335581328388558, 0.000154044338193475813,
                                    0.0000152534295864969094};
 #else
     enum { DEGREE = 11 };
-    static const real c[DEGREE] = {0.693147180559945309,    0.240226506959100982,
-                                   0.0555041086648215943,   0.00961812910760688853,
-                                   0.00133335581464169353,  0.000154035304417360502,
-                                   0.0000152527338298361184, 1.32154425879216897e-6,
-                                   1.01780624458457735e-7,  7.0725859692492237e-9,
-                                   4.45496059818651839e-10};
+    static const real c[DEGREE] = {
+        0.693147180559945309,   0.240226506959100982,    0.0555041086648215943,    0.00961812910760688853,
+        0.00133335581464169353, 0.000154035304417360502, 0.0000152527338298361184, 1.32154425879216897e-6,
+        1.01780624458457735e-7, 7.0725859692492237e-9,   4.45496059818651839e-10};
 #endif
 #endif
+    /* clang-format on */
     const real to_step = (real)1.5 * ((integer)1 << (MANTISSA_BITS - TA_LOOKUP_BITS));
     x = vec_max(vec_all(lowest), x);
     vec shifted = x + vec_all(to_step); /* rounds x to a step; its low bits hold n and j */

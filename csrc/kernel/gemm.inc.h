@@ -127,8 +127,11 @@ TA_INLINE void walk_body(const int rows, const int panels, const ta_gemm_tile *t
     }
 }
 
-#define TA_INSTANCE(MR, NV) \
-    TA_NOINLINE void TA_NAME(walk_##MR)(const ta_gemm_tile *t) { walk_body(MR, MR == 1 ? 4 : 2, t); }
+#define TA_INSTANCE(MR, NV)                                    \
+    TA_NOINLINE void TA_NAME(walk_##MR)(const ta_gemm_tile *t) \
+    {                                                          \
+        walk_body(MR, MR == 1 ? 4 : 2, t);                     \
+    }
 #define TA_ENTRY(MR, NV) TA_NAME(walk_##MR),
 TA_EACH_WALK_ROWS(TA_INSTANCE, )
 static void (*const TA_NAME(walks)[])(const ta_gemm_tile *) = {TA_EACH_WALK_ROWS(TA_ENTRY, )};
@@ -136,8 +139,11 @@ static void (*const TA_NAME(walks)[])(const ta_gemm_tile *) = {TA_EACH_WALK_ROWS
 #undef TA_ENTRY
 
 /* One function for each height and width, so that each has its own registers. */
-#define TA_INSTANCE(MR, NV) \
-    TA_NOINLINE void TA_NAME(gemm_##MR##x##NV)(const ta_gemm_tile *t) { gemm_body(MR, NV, t); }
+#define TA_INSTANCE(MR, NV)                                           \
+    TA_NOINLINE void TA_NAME(gemm_##MR##x##NV)(const ta_gemm_tile *t) \
+    {                                                                 \
+        gemm_body(MR, NV, t);                                         \
+    }
 #define TA_ENTRY(MR, NV) TA_NAME(gemm_##MR##x##NV),
 TA_EACH_GEMM_ROWS(TA_INSTANCE, 1)
 TA_EACH_GEMM_ROWS(TA_INSTANCE, 2)

@@ -39,8 +39,8 @@
 #include "kernel/peak.inc.h"
 
 _Static_assert(TA_GEMM_MR <= TA_MAX_ROWS && TA_ATTENTION_MR <= TA_MAX_ROWS, "pointers to rows");
-_Static_assert(TA_ATTENTION_NV * TA_VL <= TA_MAX_PANEL, "pointers to keys");
-_Static_assert(TA_KEY_BLOCK % (TA_ATTENTION_NV * TA_VL) == 0, "whole panels");
+_Static_assert(TA_KEYS <= TA_MAX_PANEL, "pointers to keys");
+_Static_assert(TA_KEY_BLOCK % TA_KEYS == 0, "whole panels");
 
 extern const ta_kernels TA_NAME(kernels);
 const ta_kernels TA_NAME(kernels) = {

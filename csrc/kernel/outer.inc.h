@@ -10,10 +10,9 @@
 #define TA_ACC_VECTORS (TA_GEMM_NV > TA_ATTENTION_NV ? TA_GEMM_NV : TA_ATTENTION_NV)
 
 #define outer_products TA_NAME(outer_products)
-TA_INLINE void outer_products(vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const int rows,
-                              const int vectors, ptrdiff_t depth, const real *a,
-                              ptrdiff_t a_row_stride, ptrdiff_t a_stride, const real *b,
-                              ptrdiff_t b_stride)
+TA_INLINE void outer_products(vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const int rows, const int vectors,
+                              ptrdiff_t depth, const real *a, ptrdiff_t a_row_stride, ptrdiff_t a_stride,
+                              const real *b, ptrdiff_t b_stride)
 {
     for (ptrdiff_t p = 0; p < depth; p++) {
         vec b_row[TA_ACC_VECTORS];

@@ -32,8 +32,8 @@ TA_INLINE void transpose(vec v[TA_VL])
  * wider than the rows are many, it reaches into the next column, which is stored later: dst needs
  * TA_VL - 1 elements of slack behind it. */
 #define pack_chunk TA_NAME(pack_chunk)
-TA_INLINE void pack_chunk(real *dst, const void *const *rows, int count, int dst_stride,
-                          ptrdiff_t depth, real scale)
+TA_INLINE void pack_chunk(real *dst, const void *const *rows, int count, int dst_stride, ptrdiff_t depth,
+                          real scale)
 {
     ptrdiff_t j = 0;
     for (; j + TA_VL <= depth; j += TA_VL) {
@@ -72,8 +72,8 @@ static void TA_NAME(pack_rows)(void *dst_, const void *const *rows, int count, p
 }
 
 /* dst[p][j] = src[p * row_stride + j * column_stride] for j < columns, zero up to `width`. */
-static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth,
-                                  ptrdiff_t columns, ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride)
+static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth, ptrdiff_t columns,
+                                  ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride)
 {
     real *dst = dst_;
     for (ptrdiff_t p = 0; p < depth; p++) {

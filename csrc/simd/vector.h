@@ -11,8 +11,7 @@
 typedef real vec __attribute__((vector_size(TA_VECTOR_BYTES)));
 typedef integer veci __attribute__((vector_size(TA_VECTOR_BYTES)));
 /* the same in memory, aligned as an element is */
-typedef real TA_NAME(loose)
-    __attribute__((vector_size(TA_VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+typedef real TA_NAME(loose) __attribute__((vector_size(TA_VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 
 #define TA_VL (TA_VECTOR_BYTES / (int)sizeof(real))
 

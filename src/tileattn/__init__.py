@@ -20,7 +20,7 @@ The layers; calls go down only::
        |
     SIMD vocabulary     csrc/simd/*.h                   vectors of one instruction set
 
-`reference` is the same API in plain NumPy and float64, `cost` counts operations and bytes.
+`reference` has its functions in plain NumPy and float64, `cost` counts operations and bytes.
 """
 
 from tileattn import cost, reference

@@ -59,7 +59,8 @@ cdef extern from "tileattn.h" nogil:
         void (*pack_rows)(void *dst, const void *const *rows, int count, Py_ssize_t depth,
                           Py_ssize_t column_stride, double scale) noexcept nogil
         void (*pack_columns)(void *dst, const void *src, Py_ssize_t depth, Py_ssize_t columns,
-                             Py_ssize_t width, Py_ssize_t row_stride, Py_ssize_t column_stride) noexcept nogil
+                             Py_ssize_t width, Py_ssize_t row_stride,
+                             Py_ssize_t column_stride) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum) noexcept nogil
         void (*score_tile)(const ta_attention_tile *tile) noexcept nogil

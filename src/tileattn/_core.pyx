@@ -610,7 +610,8 @@ def kernel_table(str dtype):
     """Sizes and addresses of the active ISA's kernels, through which the tests call them."""
     cdef const ta_kernels *k = active.f32 if dtype == "float32" else active.f64
     return {
-        "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc, "walk_rows": k.walk_rows,
+        "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc,
+        "walk_rows": k.walk_rows,
         "attention_mr": k.attention_mr, "attention_nr": k.attention_nr,
         "pack_rows": <uintptr_t>k.pack_rows,
         "pack_columns": <uintptr_t>k.pack_columns,
@@ -657,12 +658,13 @@ def measure_fma_peak(str dtype, int threads):
     cdef const ta_kernels *k = active.f32 if dtype == "float32" else active.f64
     cdef Py_ssize_t rounds = 1_000_000
     cdef double start, seconds, best = 0, total
-    cdef int i, attempt
+    cdef int _thread, _attempt
     threads = team_size(threads, 1e12)
-    for attempt in range(5):
+    for _attempt in range(5):
         total = 0
         start = omp_get_wtime()
-        for i in prange(threads, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+        for _thread in prange(threads, nogil=True, num_threads=threads, schedule="static",
+                              chunksize=1):
             total += k.fma_rounds(rounds)
         seconds = omp_get_wtime() - start
         best = max(best, total / seconds * 1e-9)
