@@ -10,7 +10,6 @@
  * 8 steps take degree 4 where one step (no lookup) takes 6. Degree 3 with 16 steps misses 1e-7 by 6%, for
  * the rounding of the table comes on top; so does degree 5 with one step.
  */
-/* clang-format off: tables in rows of what belongs together */
 #define vec_exp2 TA_NAME(vec_exp2)
 TA_INLINE vec vec_exp2(vec x)
 {
@@ -49,7 +48,6 @@ TA_INLINE vec vec_exp2(vec x)
         1.01780624458457735e-7, 7.0725859692492237e-9,   4.45496059818651839e-10};
 #endif
 #endif
-    /* clang-format on */
     const real to_step = (real)1.5 * ((integer)1 << (MANTISSA_BITS - TA_LOOKUP_BITS));
     x = vec_max(vec_all(lowest), x);
     vec shifted = x + vec_all(to_step); /* rounds x to a step; its low bits hold n and j */

@@ -8,11 +8,10 @@
 #define TA_GEMM_MC 112
 #define TA_ATTENTION_MR 14
 #define TA_ATTENTION_NV 2
-/* clang-format off: it changes this list again at each run */
-#define TA_EACH_GEMM_ROWS(X, NV)                                                                          \
-    X(1, NV)                                                                                              \
-    X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV) X(7, NV) X(8, NV) X(9, NV) X(10, NV) X(11, NV) X(12, NV) \
-        X(13, NV) X(14, NV)
+/* clang-format off */
+#define TA_EACH_GEMM_ROWS(X, NV) \
+    X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV) X(7, NV) \
+    X(8, NV) X(9, NV) X(10, NV) X(11, NV) X(12, NV) X(13, NV) X(14, NV)
 /* clang-format on */
 #define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV)
 #define TA_EACH_ATTENTION_ROWS TA_EACH_GEMM_ROWS
