@@ -325,10 +325,12 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
 
 cdef void norm_rows(const Norm *n, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
     cdef Py_ssize_t row, itemsize = n.kernels.itemsize
+    cdef const char *residual = NULL
     for row in range(begin, end):
-        n.kernels.add_norm_row(
-            n.out + row * n.out_stride * itemsize, row_at(&n.x, row, itemsize),
-            NULL if n.residual.data == NULL else row_at(&n.residual, row, itemsize), &n.how)
+        if n.residual.data != NULL:
+            residual = row_at(&n.residual, row, itemsize)
+        n.kernels.add_norm_row(n.out + row * n.out_stride * itemsize, row_at(&n.x, row, itemsize),
+                               residual, &n.how)
 
 
 cdef void norm_item(const Norm *n, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
