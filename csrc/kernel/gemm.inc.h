@@ -6,8 +6,10 @@
  *   └──────────────── C  rows x columns         memory beyond is neither read nor written
  *
  * The first slice overwrites C, later ones accumulate; the last adds the bias. C may not overlap A, B
- * or bias. A panel's padding may hold anything, NaN too.
+ * or bias. A panel's padding may hold anything, NaN too. Tiles of a few rows may take several whole
+ * panels, `panel_stride` apart in B and side by side in C.
  */
+
 /* What a plain store cannot do: a bias, or columns that are no whole vectors. */
 #define gemm_store TA_NAME(gemm_store)
 TA_NOINLINE void gemm_store(const ta_gemm_tile *t, const real *products, int width)
