@@ -36,24 +36,31 @@ typedef struct ta_gemm_tile {
 
 /* One tile of stacked query rows against one block of keys. See kernel/attention.inc.h. */
 typedef struct ta_attention_tile {
-    int rows; /* 1 .. attention_mr */
-    ptrdiff_t head_dim;
-    ptrdiff_t v_columns;    /* value columns, rounded up to whole vectors */
-    const void *q;          /* [head_dim][rows], packed, times scale * log2(e) */
-    const void *k;          /* [panel][head_dim][attention_nr], packed */
-    const void *v;          /* [key][v_columns], packed */
-    ptrdiff_t key_start;    /* position of the block's first key */
-    ptrdiff_t key_begin;    /* keys of the block that any of the rows sees: [key_begin, key_end), */
-    ptrdiff_t key_end;      /*   counted from key_start */
-    int edge;               /* some row does not see all of them */
+    int rows;            /* 1 .. attention_mr */
+    ptrdiff_t head_dim;  /* whole vectors for weigh_few */
+    ptrdiff_t v_columns; /* value columns, rounded up to whole vectors */
+    const void *q;       /* [rows][q_stride], times scale * log2(e) */
+    ptrdiff_t q_stride;
+    const void *k; /* [panel][head_dim][attention_nr], packed; [key][k_stride] for weigh_few */
+    ptrdiff_t k_stride;
+    const void *v; /* [key][v_stride] */
+    ptrdiff_t v_stride;
+    ptrdiff_t key_start; /* position of the block's first key; from here on keys are counted from it: */
+    ptrdiff_t key_begin; /* keys that any of the rows sees: [key_begin, key_end) */
+    ptrdiff_t key_end;
+    ptrdiff_t all_begin; /* keys that all of the rows see: [all_begin, all_end) */
+    ptrdiff_t all_end;
     const ptrdiff_t *first; /* row i sees the positions [first[i], last[i]) */
     const ptrdiff_t *last;
-    void *scores; /* [rows][score_stride], scratch */
-    ptrdiff_t score_stride;
+    void *weights; /* [rows][weight_stride], whole panels; written before it is read */
+    ptrdiff_t weight_stride;
     void *row_max; /* [rows]; -inf until the row has seen a key */
     void *row_sum; /* [rows][vl]; the sum is that of the lanes */
     void *out;     /* [rows][out_stride], running sum of weighted values */
     ptrdiff_t out_stride;
+    const void
+        *next; /* what the second-level cache is asked for meanwhile, a row a key; NULL for nothing */
+    ptrdiff_t next_stride;
 } ta_attention_tile;
 
 /* What is done to a row of x + residual. See kernel/norm.inc.h. */
@@ -75,24 +82,27 @@ typedef struct ta_kernels {
     int attention_mr; /* rows of a score tile */
     int attention_nr; /* keys of a packed panel */
 
-    /* dst[j][i] = scale * rows[i][j * column_stride] for i < count, j < depth. */
+    /* dst[j][i] = rows[i][j * column_stride] for i < count, j < depth. */
     void (*pack_rows)(void *dst, const void *const *rows, int count, ptrdiff_t depth,
-                      ptrdiff_t column_stride, double scale);
-    /* dst[p][j] = src[p * row_stride + j * column_stride], zero for j >= columns. */
+                      ptrdiff_t column_stride);
+    /* dst[p][j] = scale * src[p * row_stride + j * column_stride], zero for j >= columns. */
     void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns, ptrdiff_t width,
-                         ptrdiff_t row_stride, ptrdiff_t column_stride);
+                         ptrdiff_t row_stride, ptrdiff_t column_stride, double scale);
     void (*gemm_tile)(const ta_gemm_tile *tile);
     /* A row that has seen no key: out and row_sum zero, row_max -inf. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum);
-    void (*score_tile)(const ta_attention_tile *tile);
-    void (*softmax_tile)(const ta_attention_tile *tile);
+    void (*weigh_tile)(const ta_attention_tile *tile);
+    void (*weigh_few)(const ta_attention_tile *tile);
     void (*value_tile)(const ta_attention_tile *tile);
+    /* Adds what a row has found in other keys. */
+    void (*merge_row)(void *out, void *row_max, void *row_sum, const void *other_out, const void *other_max,
+                      const void *other_sum, ptrdiff_t columns);
     /* dst[j] = out[j] / sum of the lanes of row_sum, lse = natural log of the softmax's denominator;
      * zeros and -inf for a row that has seen no key. */
     void (*finish_row)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse, const void *out,
                        const void *row_max, const void *row_sum);
-    /* Whether each of `count` values, a multiple of vl, is finite. */
-    int (*all_finite)(const void *src, ptrdiff_t count);
+    /* Whether all of src[rows][columns] is finite; columns is a multiple of vl. */
+    int (*all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
     /* dst = norm(x + residual); residual may be NULL, dst may be x or residual. */
     void (*add_norm_row)(void *dst, const void *x, const void *residual, const ta_norm *norm);
     /* Floating-point operations done by `rounds` rounds of independent multiply-adds in registers. */

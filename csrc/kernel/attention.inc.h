@@ -1,71 +1,38 @@
 /* Attention with an online softmax: one tile of query rows against one block of keys.
  *
  *   start_row      nothing seen yet
- *   score_tile     scores[i][j] = q_i . k_j - row_max_i          in units of log2, -inf where unseen
- *   softmax_tile   scores = 2^scores, row_sum += scores; raises row_max where it must
- *   value_tile     out[i] += scores[i] . v
+ *   weigh_tile     weights[i][j] = 2^(q_i . k_j - row_max_i), 0 where unseen; row_sum += weights;
+ *   weigh_few      raises row_max where it must; the second for keys as they lie in memory
+ *   value_tile     out[i] += weights[i] . v
+ *   merge_row      the union of two disjoint parts of the keys
  *   finish_row     out / row_sum, and the LSE
  *
- * The query rows of a group are stacked: row t * G + g is head g of position t, so that one packed
- * block of keys and one of values serve all heads of the group.
+ * The query rows of a group are stacked: row t * G + g is head g of position t, so that one block of
+ * keys and one of values serve all heads of the group.
  *
- *   q  [head_dim][rows]                       interleaved by pack_rows, times scale * log2(e)
- *   k  [panel][head_dim][attention_nr]        each panel interleaved by pack_rows
- *   v  [key][v_columns]                       padded by pack_columns
- *   scores  [row][score_stride]               lanes along keys; panel p starts at p * attention_nr
+ *   q  [row][q_stride]                        times scale * log2(e), zeros up to whole vectors
+ *   k  [panel][head_dim][attention_nr]        each panel interleaved by pack_rows; or [key][k_stride]
+ *   v  [key][v_stride]                        whole vectors of columns
+ *   weights  [row][weight_stride]             lanes along keys; panel p starts at p * attention_nr
  *
  * The maximum is lazy (row_max need not be the true one, only near it): scores start from -row_max,
- * and only a row with a score that exceeds it by TA_RAISE is rescaled. A row decides that alone, so
- * its bits do not depend on the rows beside it. A panel's lanes of keys beyond the block's end hold
- * anything; no row sees them.
+ * and only a row with a score that exceeds it by TA_RAISE is rescaled. A row decides that alone, panel
+ * by panel, so its bits do not depend on the rows beside it. Lanes of keys beyond the block's end hold
+ * anything until they are hidden.
  */
-/* In units of log2. Few rows of real data rise so far above their first block's maximum; weights, and the
+/* In units of log2. Few rows of real data rise so far above their first panel's maximum; weights, and the
  * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
 #define TA_RAISE 8
 #define TA_KEYS (TA_ATTENTION_NV * TA_VL)
 
-#define score_body TA_NAME(score_body)
-TA_INLINE void score_body(const int rows, const ta_attention_tile *t)
-{
-    const real *row_max = t->row_max;
-    for (ptrdiff_t panel = t->key_begin / TA_KEYS; panel * TA_KEYS < t->key_end; panel++) {
-        const real *k = (const real *)t->k + panel * t->head_dim * TA_KEYS;
-        vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
-            TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_all(row_max[i] == -INFINITY ? 0 : -row_max[i]);
-        }
-        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, 1, rows, k, TA_KEYS);
-        real *scores = (real *)t->scores + panel * TA_KEYS;
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
-            TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                vec_store(scores + i * t->score_stride + j * TA_VL, acc[i][j]);
-        }
-    }
-}
-
-#define TA_INSTANCE(MR, NV)                                          \
-    TA_NOINLINE void TA_NAME(score_##MR)(const ta_attention_tile *t) \
-    {                                                                \
-        score_body(MR, t);                                           \
-    }
-#define TA_ENTRY(MR, NV) TA_NAME(score_##MR),
-TA_EACH_ATTENTION_ROWS(TA_INSTANCE, )
-
-/* Sets the scores outside [first, last) to -inf, in whole panels. */
+/* Sets a panel's scores outside [first, last) to -inf. */
 #define hide_unseen TA_NAME(hide_unseen)
-static void hide_unseen(const ta_attention_tile *t)
+TA_NOINLINE void hide_unseen(const ta_attention_tile *t, ptrdiff_t panel)
 {
-    ptrdiff_t begin = t->key_begin / TA_KEYS * TA_KEYS;
-    ptrdiff_t end = (t->key_end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
     for (int i = 0; i < t->rows; i++) {
         ptrdiff_t first = t->first[i] - t->key_start, last = t->last[i] - t->key_start;
-        real *scores = (real *)t->scores + i * t->score_stride;
-        for (ptrdiff_t j = begin; j < end; j += TA_VL) {
+        real *scores = (real *)t->weights + i * t->weight_stride;
+        for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
             if (first <= j && j + TA_VL <= last)
                 continue;
             /* Clipped, since positions need not fit into a lane's integer. */
@@ -79,61 +46,252 @@ static void hide_unseen(const ta_attention_tile *t)
     }
 }
 
-static void TA_NAME(score_tile)(const ta_attention_tile *t)
+/* Takes the rows that need it to a new maximum, and what they have summed up to this panel with it. */
+#define raise_rows TA_NAME(raise_rows)
+TA_NOINLINE void raise_rows(const ta_attention_tile *t, ptrdiff_t panel)
+{
+    for (int i = 0; i < t->rows; i++) {
+        real *scores = (real *)t->weights + i * t->weight_stride;
+        real *row_max = (real *)t->row_max + i;
+        int unset = *row_max == -INFINITY;
+        vec highest = vec_all(-INFINITY);
+        for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
+            highest = vec_max(vec_load(scores + j), highest);
+        real rise = vec_lanes_max(highest);
+        if (rise == -INFINITY || !(unset || rise > TA_RAISE))
+            continue;
+        *row_max = unset ? rise : *row_max + rise;
+        for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
+            vec_store(scores + j, vec_load(scores + j) - vec_all(rise));
+        if (unset) /* what has been summed so far is zero, or NaN */
+            continue;
+        vec factor = vec_exp2(vec_all(-rise));
+        for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < panel; j += TA_VL)
+            vec_store(scores + j, vec_load(scores + j) * factor);
+        real *sum = (real *)t->row_sum + i * TA_VL;
+        vec_store(sum, vec_load(sum) * factor);
+        real *out = (real *)t->out + i * t->out_stride;
+        for (ptrdiff_t j = 0; j < t->v_columns; j += TA_VL)
+            vec_store(out + j, vec_load(out + j) * factor);
+    }
+}
+
+/* What the scores of a tile's rows start from. */
+#define starts TA_NAME(starts)
+typedef struct starts {
+    real of_row[TA_ACC_ROWS];
+    int unset; /* some row has seen no key */
+} starts;
+
+#define start_scores TA_NAME(start_scores)
+TA_INLINE void start_scores(const int rows, const ta_attention_tile *t, starts *from)
+{
+    from->unset = 0;
+    for (int i = 0; i < rows; i++) {
+        real row_max = ((const real *)t->row_max)[i];
+        int unset = row_max == -INFINITY;
+        from->of_row[i] = unset ? 0 : -row_max;
+        from->unset |= unset;
+    }
+}
+
+/* From a panel's scores in registers to its weights in memory. */
+#define weigh_panel TA_NAME(weigh_panel)
+TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const ta_attention_tile *t,
+                           ptrdiff_t panel, starts *from)
+{
+    real *weights = (real *)t->weights + panel;
+    int hide = panel < t->all_begin || t->all_end < panel + TA_KEYS;
+    vec highest = vec_all(-INFINITY); /* a NaN does not enter it, and hides no other row's score */
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++)
+            highest = vec_max(acc[i][j], highest);
+    }
+    if (hide || from->unset || vec_any_greater(highest, vec_all(TA_RAISE))) {
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
+                vec_store(weights + i * t->weight_stride + j * TA_VL, acc[i][j]);
+        }
+        if (hide)
+            hide_unseen(t, panel);
+        raise_rows(t, panel);
+        start_scores(rows, t, from);
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
+                acc[i][j] = vec_load(weights + i * t->weight_stride + j * TA_VL);
+        }
+    }
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        vec sum = vec_load((const real *)t->row_sum + i * TA_VL);
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++) {
+            vec weight = vec_exp2(acc[i][j]);
+            vec_store(weights + i * t->weight_stride + j * TA_VL, weight);
+            sum += weight;
+        }
+        vec_store((real *)t->row_sum + i * TA_VL, sum);
+    }
+}
+
+#define weigh_body TA_NAME(weigh_body)
+TA_INLINE void weigh_body(const int rows, const ta_attention_tile *t)
+{
+    starts from;
+    start_scores(rows, t, &from);
+    for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
+        vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
+                acc[i][j] = vec_all(from.of_row[i]);
+        }
+        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1,
+                       (const real *)t->k + panel * t->head_dim, TA_KEYS);
+        weigh_panel(rows, acc, t, panel, &from);
+    }
+}
+
+#define TA_INSTANCE(MR, NV)                                          \
+    TA_NOINLINE void TA_NAME(weigh_##MR)(const ta_attention_tile *t) \
+    {                                                                \
+        weigh_body(MR, t);                                           \
+    }
+#define TA_ENTRY(MR, NV) TA_NAME(weigh_##MR),
+TA_EACH_ATTENTION_ROWS(TA_INSTANCE, )
+
+static void TA_NAME(weigh_tile)(const ta_attention_tile *t)
 {
     static void (*const instances[TA_ATTENTION_MR])(const ta_attention_tile *) = {
         TA_EACH_ATTENTION_ROWS(TA_ENTRY, )};
     instances[t->rows - 1](t);
-    if (t->edge || t->key_begin % TA_KEYS != 0 || t->key_end % TA_KEYS != 0)
-        hide_unseen(t);
 }
 #undef TA_INSTANCE
 #undef TA_ENTRY
 
-/* Takes a row to a new maximum, `rise` above the one that its scores were computed from. */
-#define raise_row TA_NAME(raise_row)
-static void raise_row(const ta_attention_tile *t, int i, real *scores, ptrdiff_t begin, ptrdiff_t end)
+/* The products of `rows` query rows with TA_VL / rows keys, in lanes [row][key]: sums along the head in
+ * each lane, then over the lanes by halves, the same for every row and key. */
+#define dot_products TA_NAME(dot_products)
+TA_INLINE vec dot_products(const int rows, const real *q, ptrdiff_t q_stride, const real *const *k,
+                           const real *const *next, ptrdiff_t head_dim)
 {
-    vec highest = vec_all(-INFINITY);
-    for (ptrdiff_t j = begin; j < end; j += TA_VL)
-        highest = vec_max(highest, vec_load(scores + j));
-    real rise = vec_lanes_max(highest);
-    if (!(rise > -INFINITY)) /* nothing seen yet, or NaN: then the sum becomes NaN by itself */
-        return;
-    real *row_max = (real *)t->row_max + i;
-    int unset = *row_max == -INFINITY;
-    *row_max = unset ? rise : *row_max + rise;
-    for (ptrdiff_t j = begin; j < end; j += TA_VL)
-        vec_store(scores + j, vec_load(scores + j) - vec_all(rise));
-    if (unset) /* what has been summed so far is zero, or NaN */
-        return;
-    vec factor = vec_exp2(vec_all(-rise));
-    real *sum = (real *)t->row_sum + i * TA_VL;
-    vec_store(sum, vec_load(sum) * factor);
-    real *out = (real *)t->out + i * t->out_stride;
-    for (ptrdiff_t j = 0; j < t->v_columns; j += TA_VL)
-        vec_store(out + j, vec_load(out + j) * factor);
+    const int keys = TA_VL / rows;
+    vec acc[TA_VL];
+    TA_UNROLL
+    for (int i = 0; i < TA_VL; i++)
+        acc[i] = vec_all(0);
+    for (ptrdiff_t h = 0; h < head_dim; h += TA_VL) {
+        vec q_part[TA_FEW_ROWS];
+        TA_UNROLL
+        for (int i = 0; i < rows; i++)
+            q_part[i] = vec_load(q + i * q_stride + h);
+        TA_UNROLL
+        for (int j = 0; j < keys; j++) {
+            vec k_part = vec_load(k[j] + h);
+            if (next != NULL)
+                __builtin_prefetch(next[j] + h, 0, 2);
+            TA_UNROLL
+            for (int i = 0; i < rows; i++)
+                acc[i * keys + j] += q_part[i] * k_part;
+        }
+    }
+    TA_UNROLL
+    for (int step = TA_VL / 2; step > 0; step /= 2) {
+        TA_UNROLL
+        for (int i = 0; i < step; i++)
+            acc[i] = vec_zip_low(acc[i], acc[i + step]) + vec_zip_high(acc[i], acc[i + step]);
+    }
+    return acc[0];
 }
 
-static void TA_NAME(softmax_tile)(const ta_attention_tile *t)
+#define few_body TA_NAME(few_body)
+TA_INLINE void few_body(const int rows, const ta_attention_tile *t)
 {
-    ptrdiff_t begin = t->key_begin / TA_KEYS * TA_KEYS;
-    ptrdiff_t end = (t->key_end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
-    for (int i = 0; i < t->rows; i++) {
-        real *scores = (real *)t->scores + i * t->score_stride;
-        vec highest = vec_all(-INFINITY);
-        for (ptrdiff_t j = begin; j < end; j += TA_KEYS)
-            highest = vec_max(highest, vec_max(vec_load(scores + j), vec_load(scores + j + TA_VL)));
-        if (((const real *)t->row_max)[i] == -INFINITY || vec_any_greater(highest, vec_all(TA_RAISE)))
-            raise_row(t, i, scores, begin, end);
-        real *row_sum = (real *)t->row_sum + i * TA_VL;
-        vec sum = vec_load(row_sum);
-        for (ptrdiff_t j = begin; j < end; j += TA_VL) {
-            vec p = vec_exp2(vec_load(scores + j));
-            vec_store(scores + j, p);
-            sum += p;
+    const int keys = TA_VL / rows;
+    const int fetch = t->next != NULL;
+    starts from;
+    start_scores(rows, t, &from);
+    for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
+        real dots[TA_FEW_ROWS][TA_KEYS];
+        for (int key = 0; key < TA_KEYS; key += keys) {
+            const real *k[TA_VL], *next[TA_VL];
+            TA_UNROLL
+            for (int j = 0; j < keys; j++) {
+                ptrdiff_t at = panel + key + j;
+                at = at < t->key_begin ? t->key_begin : at < t->key_end ? at : t->key_end - 1;
+                k[j] = (const real *)t->k + at * t->k_stride;
+                next[j] = (const real *)t->next + at * t->next_stride;
+            }
+            real lanes[TA_VL];
+            vec_store(lanes, dot_products(rows, t->q, t->q_stride, k, fetch ? next : NULL, t->head_dim));
+            TA_UNROLL
+            for (int i = 0; i < rows; i++)
+                memcpy(dots[i] + key, lanes + i * keys, keys * sizeof(real));
         }
-        vec_store(row_sum, sum);
+        vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
+                acc[i][j] = vec_load(dots[i] + j * TA_VL) + vec_all(from.of_row[i]);
+        }
+        weigh_panel(rows, acc, t, panel, &from);
+    }
+}
+
+#define TA_INSTANCE(ROWS)                                            \
+    TA_NOINLINE void TA_NAME(few_##ROWS)(const ta_attention_tile *t) \
+    {                                                                \
+        few_body(ROWS, t);                                           \
+    }
+TA_INSTANCE(1)
+TA_INSTANCE(2)
+#if TA_FEW_ROWS >= 4
+TA_INSTANCE(4)
+#endif
+#if TA_FEW_ROWS >= 8
+TA_INSTANCE(8)
+#endif
+#undef TA_INSTANCE
+
+static void TA_NAME(weigh_few)(const ta_attention_tile *tile)
+{
+    ta_attention_tile t = *tile;
+    for (int left = tile->rows; left > 0; left -= t.rows) {
+#if TA_FEW_ROWS >= 8
+        if (left >= 8) {
+            t.rows = 8;
+            TA_NAME(few_8)(&t);
+        } else
+#endif
+#if TA_FEW_ROWS >= 4
+            if (left >= 4) {
+            t.rows = 4;
+            TA_NAME(few_4)(&t);
+        } else
+#endif
+            if (left >= 2) {
+            t.rows = 2;
+            TA_NAME(few_2)(&t);
+        } else {
+            t.rows = 1;
+            TA_NAME(few_1)(&t);
+        }
+        t.q = (const real *)t.q + t.rows * t.q_stride;
+        t.first += t.rows;
+        t.last += t.rows;
+        t.weights = (real *)t.weights + t.rows * t.weight_stride;
+        t.row_max = (real *)t.row_max + t.rows;
+        t.row_sum = (real *)t.row_sum + t.rows * TA_VL;
+        t.out = (real *)t.out + t.rows * t.out_stride;
+        t.next = NULL;
     }
 }
 
@@ -148,9 +306,15 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    outer_products(acc, rows, vectors, t->key_end - t->key_begin, (const real *)t->scores + t->key_begin,
-                   t->score_stride, 1, (const real *)t->v + t->key_begin * t->v_columns + column,
-                   t->v_columns);
+    ptrdiff_t lot = t->next != NULL ? 1 : t->key_end - t->key_begin;
+    for (ptrdiff_t key = t->key_begin; key < t->key_end; key += lot) {
+        TA_UNROLL
+        for (int j = 0; j < vectors; j++)
+            if (t->next != NULL)
+                __builtin_prefetch((const real *)t->next + key * t->next_stride + column + j * TA_VL, 0, 2);
+        outer_products(acc, rows, vectors, lot, (const real *)t->weights + key, t->weight_stride, 1,
+                       (const real *)t->v + key * t->v_stride + column, t->v_stride);
+    }
     /* A sum for each block, then the sum of these: one chain over 16384 keys has ten times the error. */
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -162,12 +326,17 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
     }
 }
 
+/* Few rows take more columns at once: the latency of a multiply-add wants some eight chains. */
 #define value_rows TA_NAME(value_rows)
 TA_INLINE void value_rows(const int rows, const ta_attention_tile *t)
 {
+    const int many = rows > 4 ? TA_ATTENTION_NV : rows > 2 ? TA_FEW_VECTORS / 2 : TA_FEW_VECTORS;
     ptrdiff_t column = 0;
-    for (; column + TA_KEYS <= t->v_columns; column += TA_KEYS)
-        value_body(rows, TA_ATTENTION_NV, t, column);
+    for (; column + many * TA_VL <= t->v_columns; column += many * TA_VL)
+        value_body(rows, many, t, column);
+    if (many > TA_ATTENTION_NV)
+        for (; column + TA_KEYS <= t->v_columns; column += TA_KEYS)
+            value_body(rows, TA_ATTENTION_NV, t, column);
     for (; column < t->v_columns; column += TA_VL)
         value_body(rows, 1, t, column);
 }
@@ -198,6 +367,30 @@ static void TA_NAME(start_row)(void *out_, ptrdiff_t columns, void *row_max, voi
     *(real *)row_max = -INFINITY;
 }
 
+/* Adds what other keys gave a row to what some keys gave it; a part that has seen none changes no bit. */
+static void TA_NAME(merge_row)(void *out, void *row_max, void *row_sum, const void *other_out,
+                               const void *other_max, const void *other_sum, ptrdiff_t columns)
+{
+    real *max = row_max, other = *(const real *)other_max;
+    vec sum = vec_load(row_sum), add = vec_load(other_sum);
+    /* The sum of a row without a maximum is zero, or NaN, which has to come through. */
+    if (other == -INFINITY && vec_sum(add) == 0)
+        return;
+    vec keep = vec_all(1), take = vec_all(1);
+    if (*max == -INFINITY && vec_sum(sum) == 0)
+        keep = vec_all(0);
+    else if (*max < other)
+        keep = vec_exp2(vec_all(*max - other));
+    else if (other < *max)
+        take = vec_exp2(vec_all(other - *max));
+    *max = *max > other ? *max : other;
+    vec_store(row_sum, sum * keep + add * take);
+    for (ptrdiff_t j = 0; j < columns; j += TA_VL) {
+        real *to = (real *)out + j;
+        vec_store(to, vec_load(to) * keep + vec_load((const real *)other_out + j) * take);
+    }
+}
+
 static void TA_NAME(finish_row)(void *dst_, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
                                 const void *out_, const void *row_max, const void *row_sum)
 {
@@ -219,10 +412,11 @@ static void TA_NAME(finish_row)(void *dst_, ptrdiff_t column_stride, ptrdiff_t c
         *(real *)lse = (real)((*(const real *)row_max + log2((double)sum)) * 0.693147180559945309417);
 }
 
-static int TA_NAME(all_finite)(const void *src, ptrdiff_t count)
+static int TA_NAME(all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride)
 {
     vec zeros = vec_all(0); /* x * 0 is NaN where x is not finite */
-    for (ptrdiff_t i = 0; i < count; i += TA_VL)
-        zeros += vec_load((const real *)src + i) * vec_all(0);
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t j = 0; j < columns; j += TA_VL)
+            zeros += vec_load((const real *)src + i * row_stride + j) * vec_all(0);
     return vec_sum(zeros) == 0;
 }

@@ -56,9 +56,10 @@ const ta_kernels TA_NAME(kernels) = {
     .pack_columns = TA_NAME(pack_columns),
     .gemm_tile = TA_NAME(gemm_tile),
     .start_row = TA_NAME(start_row),
-    .score_tile = TA_NAME(score_tile),
-    .softmax_tile = TA_NAME(softmax_tile),
+    .weigh_tile = TA_NAME(weigh_tile),
+    .weigh_few = TA_NAME(weigh_few),
     .value_tile = TA_NAME(value_tile),
+    .merge_row = TA_NAME(merge_row),
     .finish_row = TA_NAME(finish_row),
     .all_finite = TA_NAME(all_finite),
     .add_norm_row = TA_NAME(add_norm_row),
@@ -70,3 +71,4 @@ const ta_kernels TA_NAME(kernels) = {
 #undef real
 #undef integer
 #undef TA_TYPE
+#undef TA_FEW_ROWS

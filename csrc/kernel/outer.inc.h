@@ -7,7 +7,7 @@
  * a row's bits do not depend on the rows beside it.
  */
 #define TA_ACC_ROWS (TA_GEMM_MR > TA_ATTENTION_MR ? TA_GEMM_MR : TA_ATTENTION_MR)
-#define TA_ACC_VECTORS (TA_GEMM_NV > TA_ATTENTION_NV ? TA_GEMM_NV : TA_ATTENTION_NV)
+#define TA_ACC_VECTORS (TA_GEMM_NV > TA_FEW_VECTORS ? TA_GEMM_NV : TA_FEW_VECTORS)
 
 #define outer_products TA_NAME(outer_products)
 TA_INLINE void outer_products(vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const int rows, const int vectors,

@@ -8,6 +8,7 @@
 #define TA_GEMM_MC 96
 #define TA_ATTENTION_MR 6
 #define TA_ATTENTION_NV 2
+#define TA_FEW_VECTORS 4 /* of values at once, for one or two rows; half of it for more */
 #define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */
 #define TA_EACH_GEMM_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV)
 #define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV)

@@ -19,6 +19,7 @@
 #define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV)
 #define TA_GEMM_MC (14 * TA_GEMM_MR)
 #define TA_ATTENTION_NV 2
+#define TA_FEW_VECTORS 4 /* of values at once, for one or two rows; half of it for more */
 #define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */
 
 /* a > b ? a : b, so that a NaN in b comes through */

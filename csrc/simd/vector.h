@@ -14,6 +14,14 @@ typedef integer veci __attribute__((vector_size(TA_VECTOR_BYTES)));
 typedef real TA_NAME(loose) __attribute__((vector_size(TA_VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 
 #define TA_VL (TA_VECTOR_BYTES / (int)sizeof(real))
+/* Query rows whose products with a few keys fill the lanes of a vector: at most so many at once. */
+#if TA_VECTOR_BYTES * 8 / TA_BITS >= 16
+#define TA_FEW_ROWS 8
+#elif TA_VECTOR_BYTES * 8 / TA_BITS >= 4
+#define TA_FEW_ROWS 4
+#else
+#define TA_FEW_ROWS 2
+#endif
 
 #define vec_load TA_NAME(vec_load)
 static inline vec vec_load(const real *from)

@@ -25,20 +25,26 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t head_dim
         Py_ssize_t v_columns
         const void *q
+        Py_ssize_t q_stride
         const void *k
+        Py_ssize_t k_stride
         const void *v
+        Py_ssize_t v_stride
         Py_ssize_t key_start
         Py_ssize_t key_begin
         Py_ssize_t key_end
-        int edge
+        Py_ssize_t all_begin
+        Py_ssize_t all_end
         const Py_ssize_t *first
         const Py_ssize_t *last
-        void *scores
-        Py_ssize_t score_stride
+        void *weights
+        Py_ssize_t weight_stride
         void *row_max
         void *row_sum
         void *out
         Py_ssize_t out_stride
+        const void *next
+        Py_ssize_t next_stride
 
     ctypedef struct ta_norm:
         Py_ssize_t columns
@@ -57,18 +63,22 @@ cdef extern from "tileattn.h" nogil:
         int attention_mr
         int attention_nr
         void (*pack_rows)(void *dst, const void *const *rows, int count, Py_ssize_t depth,
-                          Py_ssize_t column_stride, double scale) noexcept nogil
+                          Py_ssize_t column_stride) noexcept nogil
         void (*pack_columns)(void *dst, const void *src, Py_ssize_t depth, Py_ssize_t columns,
-                             Py_ssize_t width, Py_ssize_t row_stride,
-                             Py_ssize_t column_stride) noexcept nogil
+                             Py_ssize_t width, Py_ssize_t row_stride, Py_ssize_t column_stride,
+                             double scale) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum) noexcept nogil
-        void (*score_tile)(const ta_attention_tile *tile) noexcept nogil
-        void (*softmax_tile)(const ta_attention_tile *tile) noexcept nogil
+        void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil
+        void (*weigh_few)(const ta_attention_tile *tile) noexcept nogil
         void (*value_tile)(const ta_attention_tile *tile) noexcept nogil
+        void (*merge_row)(void *out, void *row_max, void *row_sum, const void *other_out,
+                          const void *other_max, const void *other_sum,
+                          Py_ssize_t columns) noexcept nogil
         void (*finish_row)(void *dst, Py_ssize_t column_stride, Py_ssize_t columns, void *lse,
                            const void *out, const void *row_max, const void *row_sum) noexcept nogil
-        int (*all_finite)(const void *src, Py_ssize_t count) noexcept nogil
+        int (*all_finite)(const void *src, Py_ssize_t rows, Py_ssize_t columns,
+                          Py_ssize_t row_stride) noexcept nogil
         void (*add_norm_row)(void *dst, const void *x, const void *residual,
                              const ta_norm *norm) noexcept nogil
         double (*fma_rounds)(Py_ssize_t rounds) noexcept nogil

@@ -46,6 +46,14 @@ cdef enum:
     # Query rows (positions times heads of the group) that share one packed block of keys: 192 spend
     # twice the time on packing, 768 gain 1-3% on one thread and leave little to balance on more.
     TILE_ROWS = 384
+    # Up to this many query rows a K/V head the keys are cut into chunks of this many and more, whose
+    # results are merged: few rows leave no other way to use all threads, and merging costs them little.
+    CHUNKED_ROWS = 128
+    CHUNK = 512
+    # Up to this many rows, keys and values are read as they lie, without packing them first, in blocks of
+    # this many keys.
+    FEW_ROWS = 15
+    FEW_BLOCK = 32
     # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
     SKEW = 16
     CACHE_LINE = 64
@@ -232,7 +240,7 @@ cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t til
         for i in range(begin, end):
             rows[i - begin] = row_at(&g.a, row + i, itemsize) + pc * g.a.column_stride * itemsize
         kernels.pack_rows(packed + begin * depth * itemsize, rows, <int>(end - begin), depth,
-                          g.a.column_stride, 1.0)
+                          g.a.column_stride)
 
 
 cdef int panels_at_once(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
@@ -352,7 +360,15 @@ cdef struct Attention:
     const int64_t *query_lengths   # [B], or NULL for T
     const int64_t *key_lengths     # [B], or NULL for S
     Py_ssize_t group       # G
+    # The plan: an item is some K/V heads, a tile of their rows, and all chunks of the keys or one.
+    bint few               # rows: keys and values are read as they lie, for all heads of an item at once
+    bint k_in_place
+    bint v_in_place
+    Py_ssize_t head_parts
     Py_ssize_t tiles       # of the G * T stacked rows of one K/V head
+    Py_ssize_t chunks      # of the keys
+    bint split             # an item does one chunk; then merge_item puts them together
+    char *parts            # what the items found of each chunk, if split
 
 
 cdef struct Seen:
@@ -363,58 +379,140 @@ cdef struct Seen:
     Py_ssize_t all_end
 
 
-cdef struct AttentionScratch:
-    # One thread's, for one tile.
-    char *q                # packed by register tile
-    char *k                # packed panels of a block
-    char *v                # a block, its rows padded to whole vectors
-    char *scores           # of one register tile
-    char *out
+cdef struct State:
+    # What rows have summed up so far: see kernel/attention.inc.h.
+    char *out              # [rows][out_stride]
     char *row_max
-    char *row_sum
+    char *row_sum          # [rows][vl]
+
+
+cdef struct AttentionScratch:
+    # One thread's, for one item.
+    char *q                # rows times scale, of all heads of the item
+    char *k                # a block of keys: packed panels, or rows padded to whole vectors
+    char *v                # a block of values, their rows padded to whole vectors
+    char *weights          # of one register tile
+    State first_chunk
+    State other_chunk
     Py_ssize_t *first      # row i sees the keys [first[i], last[i])
     Py_ssize_t *last
     Seen *seen             # of each register tile
 
 
-cdef void split_attention(Attention *a, int threads) noexcept nogil:
-    cdef Py_ssize_t rows = a.group * a.q.shape[1]
-    cdef Py_ssize_t heads = a.q.shape[0] * a.k.shape[2]
-    a.tiles = ceil_div(rows, TILE_ROWS)
-    # Enough tiles to balance the threads, as long as a packed block of keys still serves 32 rows.
-    if threads > 1 and heads > 0:
-        a.tiles = max(a.tiles, min(ceil_div(4 * threads, heads), rows // 32))
+cdef Py_ssize_t chunk_begin(Py_ssize_t chunk) noexcept nogil:
+    """The position where a chunk of keys begins, the same for all calls.
+
+    32 chunks of 512 keys, 32 of 1024, and so on: their number grows with the logarithm of S.
+    """
+    cdef Py_ssize_t level = chunk // 32, size = CHUNK << level
+    return 32 * (size - CHUNK) + chunk % 32 * size
+
+
+cdef Py_ssize_t chunks_of(Py_ssize_t S) noexcept nogil:
+    cdef Py_ssize_t chunk = 1
+    while chunk_begin(chunk) < S:
+        chunk = chunk + 1
+    return chunk
+
+
+cdef void plan_attention(Attention *a, int threads) noexcept nogil:
+    """Decides path and items. What changes bits depends on one sequence's shape only, never on threads."""
+    cdef Py_ssize_t rows = a.group * a.q.shape[1], B = a.q.shape[0], K = a.k.shape[2], items
+    a.few = rows <= FEW_ROWS
+    a.k_in_place = a.few and a.q.shape[3] % a.kernels.vl == 0 and a.k.stride[3] == 1
+    a.v_in_place = a.few and a.v.shape[3] % a.kernels.vl == 0 and a.v.stride[3] == 1
+    a.chunks = chunks_of(a.k.shape[1]) if rows <= CHUNKED_ROWS else 1
+    a.tiles = 1 if rows <= CHUNKED_ROWS else ceil_div(rows, TILE_ROWS)
+    a.head_parts = 1 if a.few else K
+    a.split = False
+    a.parts = NULL
+    if threads > 1 and B * K > 0:
+        # Items to balance the threads: tiles as long as a packed block of keys still serves 32 rows.
+        if rows > CHUNKED_ROWS:
+            a.tiles = max(a.tiles, min(ceil_div(4 * threads, B * K), rows // 32))
+        items = B * a.head_parts * a.tiles
+        a.split = a.chunks > 1 and items < 2 * threads
+        if a.split:
+            items = items * a.chunks
+        if a.few and items < 2 * threads:
+            a.head_parts = min(K, ceil_div(2 * threads, items))
 
 
 cdef Py_ssize_t attention_items(const Attention *a) noexcept nogil:
-    return a.q.shape[0] * a.k.shape[2] * a.tiles
+    return a.q.shape[0] * a.head_parts * a.tiles * (a.chunks if a.split else 1)
 
 
-cdef Py_ssize_t v_width(const Attention *a) noexcept nogil:
-    return round_up(a.v.shape[3], a.kernels.vl)
+cdef Py_ssize_t merge_items(const Attention *a) noexcept nogil:
+    return a.q.shape[0] * a.k.shape[2] if a.split else 0
+
+
+cdef Py_ssize_t width_of(const Attention *a, const Array *x) noexcept nogil:
+    """A row of x in whole vectors."""
+    return round_up(x.shape[3], a.kernels.vl)
+
+
+cdef Py_ssize_t item_rows(const Attention *a) noexcept nogil:
+    """Rows of a tile, at most."""
+    return min(<Py_ssize_t>TILE_ROWS, a.group * a.q.shape[1])
+
+
+cdef Py_ssize_t item_heads(const Attention *a) noexcept nogil:
+    """K/V heads of an item, at most."""
+    return ceil_div(a.k.shape[2], a.head_parts)
+
+
+cdef State carve_state(const Attention *a, uintptr_t *cursor, Py_ssize_t rows) noexcept nogil:
+    cdef State state
+    cdef Py_ssize_t itemsize = a.kernels.itemsize
+    state.out = carve(cursor, rows * (width_of(a, &a.v) + SKEW) * itemsize)
+    state.row_max = carve(cursor, rows * itemsize)
+    state.row_sum = carve(cursor, rows * a.kernels.vl * itemsize)
+    return state
 
 
 cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char *memory) noexcept nogil:
     """Lays out a thread's scratch from `memory` on; returns its size in bytes."""
     cdef Py_ssize_t itemsize = a.kernels.itemsize, vl = a.kernels.vl
-    cdef Py_ssize_t rows = min(<Py_ssize_t>TILE_ROWS, a.group * a.q.shape[1])
+    cdef Py_ssize_t rows = item_rows(a), states = rows * item_heads(a)
     cdef uintptr_t cursor = <uintptr_t>memory
-    s.q = carve(&cursor, (rows * a.q.shape[3] + vl) * itemsize)
-    s.k = carve(&cursor, (TA_KEY_BLOCK * a.q.shape[3] + vl) * itemsize)
-    s.v = carve(&cursor, TA_KEY_BLOCK * v_width(a) * itemsize)
-    s.scores = carve(&cursor, TA_MAX_ROWS * (TA_KEY_BLOCK + SKEW) * itemsize)
-    s.out = carve(&cursor, rows * (v_width(a) + SKEW) * itemsize)
-    s.row_max = carve(&cursor, rows * itemsize)
-    s.row_sum = carve(&cursor, rows * vl * itemsize)
+    s.q = carve(&cursor, states * (width_of(a, &a.q) + SKEW) * itemsize)
+    s.k = carve(&cursor, 0 if a.k_in_place else (TA_KEY_BLOCK * width_of(a, &a.k) + vl) * itemsize)
+    s.v = carve(&cursor, 0 if a.v_in_place else TA_KEY_BLOCK * width_of(a, &a.v) * itemsize)
+    s.weights = carve(&cursor, TA_MAX_ROWS * (TA_KEY_BLOCK + SKEW) * itemsize)
+    s.first_chunk = carve_state(a, &cursor, 0 if a.split else states)
+    s.other_chunk = carve_state(a, &cursor, 0 if a.split or a.chunks == 1 else states)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
     return cursor - <uintptr_t>memory
 
 
+cdef State skip_rows(const Attention *a, const State *state, Py_ssize_t rows) noexcept nogil:
+    """The state of the rows behind the first `rows`."""
+    cdef Py_ssize_t itemsize = a.kernels.itemsize
+    return State(state.out + rows * (width_of(a, &a.v) + SKEW) * itemsize,
+                 state.row_max + rows * itemsize, state.row_sum + rows * a.kernels.vl * itemsize)
+
+
+cdef Py_ssize_t parts_size(const Attention *a) noexcept nogil:
+    """Bytes of what the items find of each sequence and chunk, for all heads."""
+    cdef uintptr_t cursor = 0
+    carve_state(a, &cursor, a.k.shape[2] * item_rows(a))
+    return a.q.shape[0] * a.chunks * <Py_ssize_t>cursor if a.split else 0
+
+
+cdef State part_state(const Attention *a, Py_ssize_t b, Py_ssize_t chunk, Py_ssize_t head) noexcept nogil:
+    """Where the rows of a sequence, a chunk and the heads from `head` on lie in a.parts."""
+    cdef Py_ssize_t rows = item_rows(a), parts = a.q.shape[0] * a.chunks
+    cdef uintptr_t cursor = <uintptr_t>a.parts + parts_size(a) // parts * (b * a.chunks + chunk)
+    cdef State state = carve_state(a, &cursor, a.k.shape[2] * rows)
+    return skip_rows(a, &state, head * rows)
+
+
 cdef int require_attention(const Attention *a) except -1:
     cdef double width = <double>a.q.shape[3] + a.v.shape[3] + 64
-    return require_possible(a.kernels.itemsize * width * (TILE_ROWS + TA_KEY_BLOCK))
+    return require_possible(a.kernels.itemsize * width * (
+        TILE_ROWS + TA_KEY_BLOCK + <double>a.chunks * a.q.shape[0] * a.q.shape[2] * item_rows(a)))
 
 
 cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
@@ -425,19 +523,22 @@ cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
 cdef void see_keys(const Attention *a, Py_ssize_t b, Py_ssize_t row, Py_ssize_t rows,
                    Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
     """The keys that stacked rows [row, row + rows) see: first[i] <= position < last[i]."""
-    cdef Py_ssize_t i, t, end
+    cdef Py_ssize_t i = 0, t = row // a.group, next_t = a.group - row % a.group, end
     cdef Py_ssize_t length = a.k.shape[1] if a.key_lengths == NULL else a.key_lengths[b]
     cdef Py_ssize_t offset = 0 if a.query_offset == NULL else a.query_offset[b]
     cdef Py_ssize_t queries = a.q.shape[1] if a.query_lengths == NULL else a.query_lengths[b]
-    for i in range(rows):
-        t = (row + i) // a.group
+    while i < rows:
         end = length
         if a.causal:
             end = min(end, t + offset + 1)
         if t >= queries:
             end = 0
-        first[i] = 0
-        last[i] = max(end, <Py_ssize_t>0)
+        while i < min(next_t, rows):
+            first[i] = 0
+            last[i] = max(end, <Py_ssize_t>0)
+            i = i + 1
+        t = t + 1
+        next_t = next_t + a.group
 
 
 cdef Seen seen_by(const AttentionScratch *s, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
@@ -455,11 +556,17 @@ cdef Seen seen_by(const AttentionScratch *s, Py_ssize_t begin, Py_ssize_t end) n
 
 cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row, Py_ssize_t rows,
                  char *packed) noexcept nogil:
-    cdef const void *pointers[TA_MAX_ROWS]
-    cdef Py_ssize_t itemsize = a.kernels.itemsize, i
-    for i in range(rows):
-        pointers[i] = at3(&a.q, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize)
-    a.kernels.pack_rows(packed, pointers, <int>rows, a.q.shape[3], a.q.stride[3], a.scale * LOG2_E)
+    """Stacked rows [row, row + rows) of a K/V head, times scale, padded with zeros."""
+    cdef Py_ssize_t itemsize = a.kernels.itemsize, H = a.q.shape[3], stride = width_of(a, &a.q) + SKEW
+    cdef Py_ssize_t t = row // a.group, g = row % a.group, end = row + rows, count
+    while row < end:                        # the heads of one position lie side by side
+        count = min(a.group - g, end - row)
+        a.kernels.pack_columns(packed, at3(&a.q, b, t, head * a.group + g, itemsize), count, H, stride,
+                               a.q.stride[2], a.q.stride[3], a.scale * LOG2_E)
+        packed = packed + count * stride * itemsize
+        row = row + count
+        t = t + 1
+        g = 0
 
 
 cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t key_start,
@@ -471,7 +578,16 @@ cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t k
     for panel in range(begin // nr, ceil_div(end, nr)):
         for i in range(nr):
             pointers[i] = at3(&a.k, b, key_start + min(panel * nr + i, end - 1), head, itemsize)
-        a.kernels.pack_rows(packed + panel * nr * H * itemsize, pointers, <int>nr, H, a.k.stride[3], 1.0)
+        a.kernels.pack_rows(packed + panel * nr * H * itemsize, pointers, <int>nr, H, a.k.stride[3])
+
+
+cdef void pad_rows(const Attention *a, const Array *x, Py_ssize_t b, Py_ssize_t head,
+                   Py_ssize_t key_start, Py_ssize_t begin, Py_ssize_t end, char *padded) noexcept nogil:
+    """Keys or values [begin, end) of a block, each padded to whole vectors."""
+    cdef Py_ssize_t width = width_of(a, x), itemsize = a.kernels.itemsize
+    a.kernels.pack_columns(padded + begin * width * itemsize,
+                           at3(x, b, key_start + begin, head, itemsize), end - begin, x.shape[3], width,
+                           x.stride[1], x.stride[3], 1.0)
 
 
 cdef void add_values_by_row(const ta_kernels *kernels, const ta_attention_tile *tile) noexcept nogil:
@@ -479,8 +595,9 @@ cdef void add_values_by_row(const ta_kernels *kernels, const ta_attention_tile *
     cdef ta_attention_tile one = tile[0]
     cdef Py_ssize_t i, itemsize = kernels.itemsize
     one.rows = 1
+    one.next = NULL
     for i in range(tile.rows):
-        one.scores = <char *>tile.scores + i * tile.score_stride * itemsize
+        one.weights = <char *>tile.weights + i * tile.weight_stride * itemsize
         one.out = <char *>tile.out + i * tile.out_stride * itemsize
         one.key_begin = max(tile.key_begin, tile.first[i] - tile.key_start)
         one.key_end = min(tile.key_end, tile.last[i] - tile.key_start)
@@ -488,90 +605,187 @@ cdef void add_values_by_row(const ta_kernels *kernels, const ta_attention_tile *
             kernels.value_tile(&one)
 
 
-cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
+cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
+                 Py_ssize_t head_end, Py_ssize_t rows, Py_ssize_t begin, Py_ssize_t end,
+                 const State *state) noexcept nogil:
+    """Adds what keys [begin, end) give the rows of a tile, for each of the heads."""
     cdef const ta_kernels *kernels = a.kernels
-    cdef Py_ssize_t itemsize = kernels.itemsize, vl = kernels.vl, mr = kernels.attention_mr
-    cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2], H = a.q.shape[3]
-    cdef Py_ssize_t width = v_width(a)
-    # Inside a (b, head) the later tiles come first: causal, they are the longest.
-    cdef Py_ssize_t tile_index = a.tiles - 1 - item % a.tiles
-    cdef Py_ssize_t b = item // a.tiles // K, head = item // a.tiles % K
-    cdef Py_ssize_t row = tile_index * all_rows // a.tiles
-    cdef Py_ssize_t rows = (tile_index + 1) * all_rows // a.tiles - row
-    cdef Py_ssize_t row_tiles = ceil_div(rows, mr)
-    cdef Py_ssize_t i, r, begin, end, block, key_begin, key_end
-    cdef Py_ssize_t tile_begin = PY_SSIZE_T_MAX, tile_end = 0
+    cdef Py_ssize_t itemsize = kernels.itemsize, vl = kernels.vl
+    cdef Py_ssize_t row_tiles = ceil_div(rows, kernels.attention_mr)
+    cdef Py_ssize_t step = FEW_BLOCK if a.few else TA_KEY_BLOCK
+    cdef Py_ssize_t block, head, next_head, next_block, r, row, row_end, at, key_begin, key_end
     cdef Seen seen
-    cdef int values_finite
-    cdef AttentionScratch s
+    cdef int edge, values_finite
+    cdef const char *next_k
     cdef ta_attention_tile t
+
+    t.head_dim = width_of(a, &a.k) if a.few else a.k.shape[3]
+    t.v_columns = width_of(a, &a.v)
+    t.q_stride = width_of(a, &a.q) + SKEW
+    t.k = s.k
+    t.k_stride = a.k.stride[1] if a.k_in_place else t.head_dim
+    t.v = s.v
+    t.v_stride = a.v.stride[1] if a.v_in_place else t.v_columns
+    t.weights = s.weights
+    t.weight_stride = TA_KEY_BLOCK + SKEW
+    t.out_stride = t.v_columns + SKEW
+    block = begin // step * step
+    while block < end:                                          # blocks of keys
+        key_begin = max(begin - block, <Py_ssize_t>0)
+        key_end = min(end - block, step)
+        t.key_start = block
+        for head in range(head_begin, head_end):                # K/V heads
+            if a.k_in_place:
+                t.k = at3(&a.k, b, block, head, itemsize)
+            elif a.few:
+                pad_rows(a, &a.k, b, head, block, key_begin, key_end, s.k)
+            else:
+                pack_k(a, b, head, block, key_begin, key_end, s.k)
+            # Many rows: values in place, off a cache line and at a stride of the caller's, cost a third.
+            if a.v_in_place:
+                t.v = at3(&a.v, b, block, head, itemsize)
+            else:
+                pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
+            next_head = head + 1 if head + 1 < head_end else head_begin
+            next_block = block if head + 1 < head_end else block + step
+            next_k = at3(&a.k, b, next_block, next_head, itemsize)
+            values_finite = -1                                  # not looked at yet
+            for r in range(row_tiles):                          # register tiles of query rows
+                row = r * rows // row_tiles
+                row_end = (r + 1) * rows // row_tiles
+                seen = s.seen[r]
+                t.key_begin = max(seen.begin - block, key_begin)
+                t.key_end = min(seen.end - block, key_end)
+                if t.key_begin >= t.key_end:
+                    continue
+                t.all_begin = seen.all_begin - block
+                t.all_end = seen.all_end - block
+                edge = t.key_begin < t.all_begin or t.all_end < t.key_end
+                t.rows = <int>(row_end - row)
+                t.first = s.first + row
+                t.last = s.last + row
+                at = (head - head_begin) * rows + row
+                t.q = s.q + at * t.q_stride * itemsize
+                t.row_max = state.row_max + at * itemsize
+                t.row_sum = state.row_sum + at * vl * itemsize
+                t.out = state.out + at * t.out_stride * itemsize
+                t.next = NULL
+                if a.few:
+                    if r == 0:
+                        t.next = t.v
+                        t.next_stride = t.v_stride
+                    kernels.weigh_few(&t)
+                    if r == 0:
+                        t.next = next_k
+                        t.next_stride = a.k.stride[1]
+                else:
+                    kernels.weigh_tile(&t)
+                if edge and values_finite < 0:
+                    values_finite = kernels.all_finite(
+                        <const char *>t.v + key_begin * t.v_stride * itemsize,
+                        key_end - key_begin, t.v_columns, t.v_stride)
+                if edge and not values_finite:
+                    add_values_by_row(kernels, &t)
+                else:
+                    kernels.value_tile(&t)
+        block = block + step
+
+
+cdef void start_rows(const Attention *a, const State *state, Py_ssize_t rows) noexcept nogil:
+    cdef Py_ssize_t i, itemsize = a.kernels.itemsize, width = width_of(a, &a.v)
+    for i in range(rows):
+        a.kernels.start_row(state.out + i * (width + SKEW) * itemsize, width,
+                            state.row_max + i * itemsize, state.row_sum + i * a.kernels.vl * itemsize)
+
+
+cdef void merge_rows(const Attention *a, const State *into, const State *other,
+                     Py_ssize_t rows) noexcept nogil:
+    cdef Py_ssize_t i, itemsize = a.kernels.itemsize, width = width_of(a, &a.v)
+    cdef Py_ssize_t out_step = (width + SKEW) * itemsize, sum_step = a.kernels.vl * itemsize
+    for i in range(rows):
+        a.kernels.merge_row(
+            into.out + i * out_step, into.row_max + i * itemsize, into.row_sum + i * sum_step,
+            other.out + i * out_step, other.row_max + i * itemsize, other.row_sum + i * sum_step, width)
+
+
+cdef void finish_rows(const Attention *a, const State *state, Py_ssize_t b, Py_ssize_t head,
+                      Py_ssize_t row, Py_ssize_t rows) noexcept nogil:
+    """Writes stacked rows [row, row + rows) of a K/V head, which are the first of `state`."""
+    cdef Py_ssize_t i, itemsize = a.kernels.itemsize, t = row // a.group, g = row % a.group
+    cdef Py_ssize_t out_stride = width_of(a, &a.v) + SKEW, n
+    cdef void *lse = NULL
+    for i in range(rows):
+        n = head * a.group + g
+        if a.lse.data != NULL:
+            lse = at3(&a.lse, b, t, n, itemsize)
+        a.kernels.finish_row(
+            at3(&a.out, b, t, n, itemsize), a.out.stride[3], a.v.shape[3], lse,
+            state.out + i * out_stride * itemsize, state.row_max + i * itemsize,
+            state.row_sum + i * a.kernels.vl * itemsize)
+        g = g + 1
+        if g == a.group:
+            g = 0
+            t = t + 1
+
+
+cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
+    cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2]
+    cdef Py_ssize_t chunk = item % a.chunks if a.split else 0
+    cdef Py_ssize_t left = item // a.chunks if a.split else item
+    # Inside a (b, head) the later tiles come first: causal, they are the longest.
+    cdef Py_ssize_t tile = a.tiles - 1 - left % a.tiles
+    cdef Py_ssize_t part = left // a.tiles % a.head_parts, b = left // a.tiles // a.head_parts
+    cdef Py_ssize_t head_begin = part * K // a.head_parts, head_end = (part + 1) * K // a.head_parts
+    cdef Py_ssize_t row = tile * all_rows // a.tiles
+    cdef Py_ssize_t rows = (tile + 1) * all_rows // a.tiles - row
+    cdef Py_ssize_t row_tiles = ceil_div(rows, a.kernels.attention_mr)
+    cdef Py_ssize_t heads = head_end - head_begin, head, r, size, begin, end
+    cdef Py_ssize_t tile_begin = PY_SSIZE_T_MAX, tile_end = 0
+    cdef AttentionScratch s
+    cdef State state
 
     attention_scratch(a, &s, memory)
     see_keys(a, b, row, rows, s.first, s.last)
-    t.out_stride = width + SKEW
-    for i in range(rows):
-        kernels.start_row(s.out + i * t.out_stride * itemsize, width, s.row_max + i * itemsize,
-                          s.row_sum + i * vl * itemsize)
     for r in range(row_tiles):
-        begin = r * rows // row_tiles
-        end = (r + 1) * rows // row_tiles
-        pack_q(a, b, head, row + begin, end - begin, s.q + begin * H * itemsize)
-        s.seen[r] = seen_by(&s, begin, end)
+        s.seen[r] = seen_by(&s, r * rows // row_tiles, (r + 1) * rows // row_tiles)
         tile_begin = min(tile_begin, s.seen[r].begin)
         tile_end = max(tile_end, s.seen[r].end)
+    size = (width_of(a, &a.q) + SKEW) * a.kernels.itemsize
+    for head in range(heads):
+        pack_q(a, b, head_begin + head, row, rows, s.q + head * rows * size)
 
-    t.head_dim = H
-    t.v_columns = width
-    t.k = s.k
-    t.v = s.v
-    t.scores = s.scores
-    t.score_stride = TA_KEY_BLOCK + SKEW
-    block = tile_begin // TA_KEY_BLOCK * TA_KEY_BLOCK
-    while block < tile_end:                                     # blocks of keys
-        key_begin = max(tile_begin - block, <Py_ssize_t>0)
-        key_end = min(tile_end - block, <Py_ssize_t>TA_KEY_BLOCK)
-        pack_k(a, b, head, block, key_begin, key_end, s.k)
-        t.key_start = block
-        # Values read in place, off a cache line and at a stride of the caller's, cost up to a third.
-        kernels.pack_columns(
-            s.v + key_begin * width * itemsize, at3(&a.v, b, block + key_begin, head, itemsize),
-            key_end - key_begin, a.v.shape[3], width, a.v.stride[1], a.v.stride[3])
-        values_finite = -1                                      # not looked at yet
-        for r in range(row_tiles):                              # register tiles of query rows
-            begin = r * rows // row_tiles
-            end = (r + 1) * rows // row_tiles
-            seen = s.seen[r]
-            t.key_begin = max(seen.begin - block, key_begin)
-            t.key_end = min(seen.end - block, key_end)
-            if t.key_begin >= t.key_end:
-                continue
-            t.edge = t.key_begin < seen.all_begin - block or seen.all_end - block < t.key_end
-            t.rows = <int>(end - begin)
-            t.q = s.q + begin * H * itemsize
-            t.first = s.first + begin
-            t.last = s.last + begin
-            t.row_max = s.row_max + begin * itemsize
-            t.row_sum = s.row_sum + begin * vl * itemsize
-            t.out = s.out + begin * t.out_stride * itemsize
-            kernels.score_tile(&t)
-            kernels.softmax_tile(&t)
-            if t.edge and values_finite < 0:
-                values_finite = kernels.all_finite(s.v + key_begin * width * itemsize,
-                                                   (key_end - key_begin) * width)
-            if t.edge and not values_finite:
-                add_values_by_row(kernels, &t)
-            else:
-                kernels.value_tile(&t)
-        block = block + TA_KEY_BLOCK
+    if a.split:
+        state = part_state(a, b, chunk, head_begin)
+        start_rows(a, &state, heads * rows)
+        begin = max(tile_begin, chunk_begin(chunk))
+        end = min(tile_end, chunk_begin(chunk + 1))
+        attend(a, &s, b, head_begin, head_end, rows, begin, end, &state)
+        return
+    start_rows(a, &s.first_chunk, heads * rows)
+    if a.chunks == 1:
+        attend(a, &s, b, head_begin, head_end, rows, tile_begin, tile_end, &s.first_chunk)
+    for chunk in range(a.chunks if a.chunks > 1 else 0):
+        begin = max(tile_begin, chunk_begin(chunk))
+        end = min(tile_end, chunk_begin(chunk + 1))
+        state = s.first_chunk if chunk == 0 else s.other_chunk
+        if chunk > 0 and begin < end:
+            start_rows(a, &state, heads * rows)
+        attend(a, &s, b, head_begin, head_end, rows, begin, end, &state)
+        if chunk > 0 and begin < end:
+            merge_rows(a, &s.first_chunk, &state, heads * rows)
+    for head in range(heads):
+        state = skip_rows(a, &s.first_chunk, head * rows)
+        finish_rows(a, &state, b, head_begin + head, row, rows)
 
-    for i in range(rows):
-        kernels.finish_row(
-            at3(&a.out, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize),
-            a.out.stride[3], a.v.shape[3],
-            NULL if a.lse.data == NULL else at3(
-                &a.lse, b, (row + i) // a.group, head * a.group + (row + i) % a.group, itemsize),
-            s.out + i * t.out_stride * itemsize, s.row_max + i * itemsize,
-            s.row_sum + i * vl * itemsize)
+
+cdef void merge_item(const Attention *a, Py_ssize_t item) noexcept nogil:
+    """Puts the chunks of one K/V head together, in their order."""
+    cdef Py_ssize_t b = item // a.k.shape[2], head = item % a.k.shape[2], rows = item_rows(a), chunk
+    cdef State into = part_state(a, b, 0, head), other
+    for chunk in range(1, a.chunks):
+        other = part_state(a, b, chunk, head)
+        merge_rows(a, &into, &other, rows)
+    finish_rows(a, &into, b, head, 0, rows)
 
 
 # ------------------------------------------------------------------ instruction sets
@@ -619,9 +833,10 @@ def kernel_table(str dtype):
         "pack_columns": <uintptr_t>k.pack_columns,
         "gemm_tile": <uintptr_t>k.gemm_tile,
         "start_row": <uintptr_t>k.start_row,
-        "score_tile": <uintptr_t>k.score_tile,
-        "softmax_tile": <uintptr_t>k.softmax_tile,
+        "weigh_tile": <uintptr_t>k.weigh_tile,
+        "weigh_few": <uintptr_t>k.weigh_few,
         "value_tile": <uintptr_t>k.value_tile,
+        "merge_row": <uintptr_t>k.merge_row,
         "finish_row": <uintptr_t>k.finish_row,
         "all_finite": <uintptr_t>k.all_finite,
         "add_norm_row": <uintptr_t>k.add_norm_row,
@@ -745,7 +960,7 @@ cdef class PackedMatrix:
                 width = round_up(panel.columns, kernels.vl)
                 kernels.pack_columns(
                     data, b[i].data + column * b[i].stride[1] * kernels.itemsize,
-                    self.depth, panel.columns, width, b[i].stride[0], b[i].stride[1])
+                    self.depth, panel.columns, width, b[i].stride[0], b[i].stride[1], 1.0)
                 data += width * self.depth * kernels.itemsize
                 column += panel.columns
                 panel += 1
@@ -797,7 +1012,8 @@ def attention(q, k, v, out, lse, double scale, bint causal, query_offset, query_
     cdef Attention a
     cdef AttentionScratch layout
     cdef Scratch scratch
-    cdef Py_ssize_t i, items, each
+    cdef char *workspace
+    cdef Py_ssize_t i, items, merges, each
     read_array(q, &a.q)
     read_array(k, &a.k)
     read_array(v, &a.v)
@@ -814,16 +1030,21 @@ def attention(q, k, v, out, lse, double scale, bint causal, query_offset, query_
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
     a.group = a.q.shape[2] // a.k.shape[2]
-    require_attention(&a)
     threads = team_size(threads, attention_flops(&a))
-    split_attention(&a, threads)
+    plan_attention(&a, threads)
+    require_attention(&a)
     items = attention_items(&a)
+    merges = merge_items(&a)
     threads = <int>min(<Py_ssize_t>threads, items)
     each = attention_scratch(&a, &layout, NULL)
-    scratch = take_scratch(each * threads)
+    scratch = take_scratch(parts_size(&a) + each * threads)
+    a.parts = scratch.data
+    workspace = scratch.data + parts_size(&a)
     with nogil, parallel(num_threads=threads):
         for i in prange(items, schedule="dynamic"):
-            attention_item(&a, i, scratch.data + threadid() * each)
+            attention_item(&a, i, workspace + threadid() * each)
+        for i in prange(merges, schedule="static"):
+            merge_item(&a, i)
     give_scratch(scratch)
 
 
@@ -906,7 +1127,7 @@ cdef class Block:
         cdef Py_ssize_t itemsize = kernels.itemsize, N = self.N, K = self.K, H = self.H, Hv = self.Hv
         cdef Py_ssize_t B = x.shape[0], T = x.shape[1]
         cdef Py_ssize_t S = T if context is None else context.shape[1]
-        cdef Py_ssize_t i, each, q_items, kv_items, a_items, o_items, norm_items
+        cdef Py_ssize_t i, each, q_items, kv_items, a_items, a_merges, o_items, norm_items
         cdef double[4] clock
         cdef double *now = clock
         cdef bint together = context is None and self.w_kv is self.w_q
@@ -932,7 +1153,6 @@ cdef class Block:
         a.scale = self.scale
         a.causal = self.causal
         a.group = N // K
-        require_attention(&a)
 
         threads = team_size(threads, attention_flops(&a) + 2.0 * (
             B * T * self.w_q.depth * N * H + B * S * self.w_kv.depth * K * (H + Hv)
@@ -946,11 +1166,14 @@ cdef class Block:
             plan_gemm(&kv_gemm, self.w_kv, 1, 3, &qkv[1], threads)
         else:
             plan_gemm(&kv_gemm, self.w_kv, 0, 2, &qkv[1], threads)
-        split_attention(&a, threads)
+        plan_attention(&a, threads)
+        require_attention(&a)
+        a.parts = carve(&cursor, parts_size(&a))
         plan_gemm(&o_gemm, self.w_o, 0, 1, &z, threads)
         q_items = gemm_items(&q_gemm)
         kv_items = gemm_items(&kv_gemm)
         a_items = attention_items(&a)
+        a_merges = merge_items(&a)
         o_items = gemm_items(&o_gemm)
         threads = <int>min(<Py_ssize_t>threads, max(q_items + kv_items, a_items, o_items))
         each = round_up(max(gemm_scratch(&q_gemm), gemm_scratch(&kv_gemm), gemm_scratch(&o_gemm),
@@ -961,6 +1184,7 @@ cdef class Block:
         a.k.data = scratch.data + <uintptr_t>a.k.data
         a.v.data = scratch.data + <uintptr_t>a.v.data
         a.out.data = scratch.data + <uintptr_t>a.out.data
+        a.parts = scratch.data + <uintptr_t>a.parts
         workspace = scratch.data + cursor
         qkv[0] = Target(a.q.data, N * H, self.biases[0])
         qkv[1] = Target(a.k.data, K * H, self.biases[1])
@@ -993,6 +1217,8 @@ cdef class Block:
                 now[1] = omp_get_wtime()
             for i in prange(a_items, schedule="dynamic"):
                 attention_item(&a, i, workspace + threadid() * each)
+            for i in prange(a_merges, schedule="static"):
+                merge_item(&a, i)
             if threadid() == 0:
                 now[2] = omp_get_wtime()
             for i in prange(o_items, schedule="dynamic"):
