@@ -1,4 +1,9 @@
-"""tileattn as the shared cases call it: their names, and their default position of the queries."""
+"""tileattn as the shared cases call it: their names, and their default position of the queries.
+
+The module is an adapter for the package itself, `of_reference` one for its NumPy reference.
+"""
+
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -14,30 +19,42 @@ class NotSupported(BaseException):
     """
 
 
-def attention(
-    q, k, v, *, is_causal=False, query_offset=None, key_value_seq_lengths=None, **options
-):
+def attention(q, k, v, **options):
     """Attention; the last query stands at the last key where nothing else is said."""
-    for name in ("mask", "bias", "softcap", "local_window_size"):
-        if options.pop(name, None) is not None:
-            raise NotSupported(f"{name} is not supported yet")
-    if is_causal and query_offset is None and min(np.ndim(q), np.ndim(k)) >= 3:
+    try:
+        return _attention(tileattn, q, k, v, **options)
+    except NotImplementedError as missing:
+        raise NotSupported(str(missing)) from None
+
+
+def _attention(module, q, k, v, *, query_offset=None, key_value_seq_lengths=None, **options):
+    if query_offset is None and min(np.ndim(q), np.ndim(k)) >= 3:
         T, S = np.shape(q)[-3], np.shape(k)[-3]
         query_offset = S - T
         if key_value_seq_lengths is not None:
             query_offset = np.asarray(key_value_seq_lengths).astype(np.int64) - T
-    return tileattn.dot_product_attention(
+    return module.dot_product_attention(
         q,
         k,
         v,
-        is_causal=is_causal,
         query_offset=query_offset,
         key_value_seq_lengths=key_value_seq_lengths,
         **options,
     )
 
 
-def block(x, w_q, w_k, w_v, w_o, *, ln_weight=None, ln_bias=None, eps=1e-5, **options):
+def block(*arguments, **options):
     """The attention block with a LayerNorm made of its parts."""
+    return _block(tileattn, *arguments, **options)
+
+
+def _block(module, *arguments, ln_weight=None, ln_bias=None, eps=1e-5, **options):
     norm = tileattn.LayerNorm(ln_weight, ln_bias, eps)
-    return tileattn.attention_block(x, w_q, w_k, w_v, w_o, norm=norm, **options)
+    return module.attention_block(*arguments, norm=norm, **options)
+
+
+of_reference = SimpleNamespace(
+    attention=lambda *arguments, **options: _attention(tileattn.reference, *arguments, **options),
+    block=lambda *arguments, **options: _block(tileattn.reference, *arguments, **options),
+    set_num_threads=set_num_threads,
+)

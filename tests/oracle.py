@@ -9,6 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+try:
+    from ml_dtypes import bfloat16
+except ImportError:
+    HALVES = (np.float16,)
+else:
+    HALVES = (np.float16, bfloat16)
+
 GUARD = 64  # elements on each side of a guarded array
 
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.oracle import LAYOUTS, WRITABLE, random
+from tests.oracle import HALVES, LAYOUTS, WRITABLE, random, same_bits
 from tileattn import AttentionBlock, LayerNorm, attention_block, dot_product_attention, reference
 from tileattn._arguments import check_attention, check_num_threads, overlaps, overlaps_itself
 
@@ -72,8 +72,8 @@ ATTENTION_FAULTS = {
     "q without B": ({"q": random(0, T, N, H)}, ValueError, ["k", (B, S, K, H), (T, N, H)]),
     "k without B": ({"k": random(0, S, K, H)}, ValueError, ["k", "[B, S, K, H]", (S, K, H)]),
     "v without B": ({"v": random(0, S, K, HV)}, ValueError, ["v", "[B, S, K, Hv]", (S, K, HV)]),
-    "batch of k": ({"k": random(0, 3, S, K, H)}, ValueError, ["batch", "2, 3 and 2"]),
-    "batch of v": ({"v": random(0, 1, S, K, HV)}, ValueError, ["batch", "2, 2 and 1"]),
+    "batch of k": ({"k": random(0, 3, S, K, H)}, ValueError, ["k has", "B = 3", "B = 2"]),
+    "batch of v": ({"v": random(0, 1, S, K, HV)}, ValueError, ["v has", "B = 1", "B = 2"]),
     "width of k": ({"k": random(0, B, S, K, 7)}, ValueError, ["k", "H = 7", "H = 8"]),
     "length of v": ({"v": random(0, B, 4, K, HV)}, ValueError, ["v", "4", "5"]),
     "heads of v": ({"v": random(0, B, S, 4, HV)}, ValueError, ["v", "4 heads", "2"]),
@@ -202,6 +202,118 @@ ATTENTION_FAULTS = {
         ValueError,
         ["out", "aligned"],
     ),
+    "float16 out": (
+        {"out": np.full((B, T, N, HV), 7, np.float16)},
+        TypeError,
+        ["out", "float16", "float32"],
+    ),
+    "mixed halves": (
+        {"q": np.ones((B, T, N, H), np.float16)},
+        TypeError,
+        ["k", "float32", "float16"],
+    ),
+    "long double q": ({"q": np.ones((B, T, N, H), np.longdouble)}, TypeError, ["q", "bfloat16"]),
+    "float mask": ({"mask": np.ones((T, S))}, TypeError, ["mask", "float64", "bias", "astype"]),
+    "integer mask": ({"mask": np.ones((T, S), int)}, TypeError, ["mask", "int64", "astype(bool)"]),
+    "masked mask": ({"mask": masked(np.ones((T, S))) > 0}, TypeError, ["mask", ".filled"]),
+    "mask of other keys": (
+        {"mask": np.ones((B, 1, T, 6), bool)},
+        ValueError,
+        ["mask", (B, 1, T, 6), (B, N, T, S)],
+    ),
+    "mask of 5 axes": (
+        {"mask": np.ones((1, B, N, T, S), bool)},
+        ValueError,
+        ["mask", (1, B, N, T, S), "[B, N, T, S]"],
+    ),
+    "mask with heads of k": (
+        {"mask": np.ones((B, K, T, S), bool)},
+        ValueError,
+        ["mask", (B, K, T, S), (B, N, T, S)],
+    ),
+    "mask by batch and key": (
+        {"mask": np.ones((B, S), bool)},
+        ValueError,
+        ["mask", (B, S), (B, N, T, S)],
+    ),
+    "boolean bias": ({"bias": np.ones((T, S), bool)}, TypeError, ["bias", "bool", "mask"]),
+    "integer bias": ({"bias": np.ones((T, S), int)}, TypeError, ["bias", "int64", "astype"]),
+    "complex bias": ({"bias": np.ones((T, S), complex)}, TypeError, ["bias", "complex128"]),
+    "bias of other queries": (
+        {"bias": np.ones((B, N, 4, S))},
+        ValueError,
+        ["bias", (B, N, 4, S), (B, N, T, S)],
+    ),
+    "softcap of 0": ({"softcap": 0.0}, ValueError, ["softcap", "0.0", "None"]),
+    "negative softcap": ({"softcap": -1.0}, ValueError, ["softcap", "-1.0"]),
+    "infinite softcap": ({"softcap": float("inf")}, ValueError, ["softcap", "inf"]),
+    "softcap below float32": ({"softcap": 1e-46}, ValueError, ["softcap", "1e-46", "1.18e-38"]),
+    "softcap beyond float32": ({"softcap": 1e39}, ValueError, ["softcap", "1e+39", "3.4e+38"]),
+    "softcap as text": ({"softcap": "30"}, TypeError, ["softcap", "'30'"]),
+    "negative window": (
+        {"local_window_size": -1},
+        ValueError,
+        ["local_window_size", "-1", "None"],
+    ),
+    "negative left": (
+        {"local_window_size": (-3, None)},
+        ValueError,
+        ["local_window_size", "-3"],
+    ),
+    "boolean window": ({"local_window_size": True}, TypeError, ["local_window_size", "True"]),
+    "boolean right": ({"local_window_size": (1, False)}, TypeError, ["local_window_size", "False"]),
+    "float window": ({"local_window_size": 2.0}, TypeError, ["local_window_size", "2.0"]),
+    "window of three": (
+        {"local_window_size": (1, 2, 3)},
+        ValueError,
+        ["local_window_size", "(left, right)", (1, 2, 3)],
+    ),
+    "window without offset": (
+        {"local_window_size": 1},
+        ValueError,
+        ["local_window_size", "query_offset", "T = 3", "S = 5", "S - T = 2"],
+    ),
+    "left window without offset": (
+        {"local_window_size": (1, None)},
+        ValueError,
+        ["local_window_size", "query_offset"],
+    ),
+    "slopes without offset": (
+        {"alibi_slopes": np.ones(N)},
+        ValueError,
+        ["alibi_slopes", "query_offset", "T = 3", "S = 5"],
+    ),
+    "slopes of other heads": (
+        {"alibi_slopes": np.ones(K), "query_offset": 0},
+        ValueError,
+        ["alibi_slopes", (K,), (N,), (B, N)],
+    ),
+    "slopes by head and batch": (
+        {"alibi_slopes": np.ones((N, B)), "query_offset": 0},
+        ValueError,
+        ["alibi_slopes", (N, B), (B, N)],
+    ),
+    "integer slopes": (
+        {"alibi_slopes": np.ones(N, int), "query_offset": 0},
+        TypeError,
+        ["alibi_slopes", "int64"],
+    ),
+    "slopes as NaN": (
+        {"alibi_slopes": np.full(N, np.nan), "query_offset": 0},
+        ValueError,
+        ["alibi_slopes", "finite", "nan"],
+    ),
+    "slopes beyond float32": (
+        {"alibi_slopes": np.full(N, 1e39), "query_offset": 0},
+        ValueError,
+        ["alibi_slopes", "float32", "1.e+39"],
+    ),
+    "sinks of other heads": ({"sinks": np.ones(K)}, ValueError, ["sinks", (K,), (N,)]),
+    "sinks by batch": ({"sinks": np.ones((B, N))}, ValueError, ["sinks", (B, N), (N,)]),
+    "boolean sinks": ({"sinks": np.ones(N, bool)}, TypeError, ["sinks", "bool"]),
+    "sinks as NaN": ({"sinks": np.full(N, np.nan)}, ValueError, ["sinks", "finite", "nan"]),
+    "infinite sinks": ({"sinks": np.full(N, np.inf)}, ValueError, ["sinks", "-inf", "inf"]),
+    "sinks beyond float32": ({"sinks": np.full(N, 1e39)}, ValueError, ["sinks", "float32"]),
     "no threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
     "negative threads": ({"num_threads": -2}, ValueError, ["num_threads", "-2"]),
     "too many threads": ({"num_threads": 10**6}, ValueError, ["num_threads", "1024", 10**6]),
@@ -227,16 +339,28 @@ def test_the_reference_refuses_the_same(given, error, names):
     refused(lambda: reference.dot_product_attention(**arguments), error, *names)
 
 
-@pytest.mark.parametrize(
-    "name", ["mask", "bias", "softcap", "local_window_size", "sinks", "dropout"]
-)
-def test_arguments_that_do_not_exist_are_not_ignored(name):
-    arguments = {**attention_arguments(), name: None}
-    refused(lambda: dot_product_attention(**arguments), TypeError, name)
+def test_arguments_that_do_not_exist_are_not_ignored():
+    refused(lambda: dot_product_attention(**attention_arguments(), dropout=None), TypeError)
     block_arguments = [random(i, *s) for i, s in enumerate(BLOCK_SHAPES.values())]
-    refused(
-        lambda: attention_block(random(9, B, T, D), *block_arguments, **{name: None}), TypeError
-    )
+    for name in ("dropout", "mask", "bias", "softcap", "local_window_size", "sinks"):
+        refused(
+            lambda name=name: attention_block(random(9, B, T, D), *block_arguments, **{name: None}),
+            TypeError,
+            name,
+        )
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "mask"])
+def test_out_may_not_overlap_an_input(name):
+    memory = np.zeros(4096, F32)
+    out = memory[5 : 5 + B * T * N * HV].reshape(B, T, N, HV)
+    arguments = attention_arguments() | {"bias": np.zeros((B, N, T, S)), "out": out}
+    arguments["mask"] = np.ones((B, N, T, S), bool)
+    given = arguments[name].astype(F32) if name == "bias" else arguments[name]
+    arguments[name] = memory.view(given.dtype)[: given.size].reshape(given.shape)
+    for function in (dot_product_attention, reference.dot_product_attention):
+        refused(lambda f=function: f(**arguments), ValueError, "out overlaps", name)
+    assert not memory.any()
 
 
 @pytest.mark.parametrize("function", [dot_product_attention, attention_block])
@@ -257,9 +381,8 @@ def test_options_are_keywords_only():
 
 def test_good_arguments_come_back_in_one_form():
     given = attention_arguments()
-    checked = check_attention(
+    checked = checked_attention(
         **given,
-        scale=None,
         is_causal=np.True_,
         query_offset=np.int8(2),
         query_seq_lengths=np.array([1, 3], np.uint8),
@@ -268,16 +391,172 @@ def test_good_arguments_come_back_in_one_form():
     assert checked.q is given["q"]
     assert checked.out is given["out"]
     assert checked.has_batch
-    assert checked.scale == 1 / np.sqrt(H)
-    assert checked.mask.is_causal is True
+    assert checked.scores == (1 / np.sqrt(H), 0.0, None, None, None)
+    assert checked.visibility.is_causal is True
+    assert checked.visibility.window is None
+    assert checked.visibility.mask is None
     for array, values in (
-        (checked.mask.query_offset, [2, 2]),
-        (checked.mask.query_lengths, [1, 3]),
-        (checked.mask.key_value_lengths, [5, 0]),
+        (checked.visibility.query_offset, [2, 2]),
+        (checked.visibility.query_lengths, [1, 3]),
+        (checked.visibility.key_value_lengths, [5, 0]),
     ):
         assert array.dtype == np.int64
         assert array.flags.c_contiguous
         assert array.tolist() == values
+
+
+def checked_attention(**given):
+    options = dict.fromkeys(inspect.signature(check_attention).parameters)
+    return check_attention(**{**options, "is_causal": False, **given})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axes", list(itertools.product((False, True), repeat=4)))
+def test_mask_and_bias_become_views(axes, layout):
+    shape = tuple(size if whole else 1 for size, whole in zip((B, N, T, S), axes, strict=True))
+    for name, values in (("bias", random(3, *shape)), ("mask", random(3, *shape) > 0)):
+        given = LAYOUTS[layout](values)
+        checked = checked_attention(**attention_arguments(), **{name: given})
+        view = checked.scores.bias if name == "bias" else checked.visibility.mask
+        assert view.shape == (B, N, T, S)
+        assert view.dtype == values.dtype  # native
+        assert view.flags.aligned
+        assert all(step % view.itemsize == 0 for step in view.strides)
+        assert all(
+            step == 0
+            for step, size, whole in zip(view.strides, view.shape, axes, strict=True)
+            if not whole and size > 1
+        )
+        np.testing.assert_array_equal(view, np.broadcast_to(values, view.shape))
+        copied = name == "bias" and layout in (
+            "unaligned",
+            "field of a packed record",
+            "byte-swapped",
+        )
+        assert np.shares_memory(view, given) is not copied
+
+
+def test_a_broadcast_bias_is_not_expanded_by_a_copy():
+    for name in ("unaligned", "byte-swapped"):
+        row = LAYOUTS[name](random(0, 1, S))
+        given = np.broadcast_to(row, (B, N, T, S))
+        view = checked_attention(**attention_arguments(), bias=given).scores.bias
+        assert view.strides == (0, 0, 0, 4)
+        np.testing.assert_array_equal(view, given)
+
+
+def test_mask_and_bias_may_lack_axes():
+    without_batch = {
+        name: array[0] for name, array in attention_arguments().items() if name != "out"
+    }
+    for shape in ((), (S,), (T, 1), (N, 1, S), (N, T, S)):
+        bias, mask = random(0, *shape), random(0, *shape) > 0
+        for arguments, batch in ((attention_arguments(), B), (without_batch, 1)):
+            checked = checked_attention(**arguments, bias=bias, mask=mask)
+            for view, given in ((checked.scores.bias, bias), (checked.visibility.mask, mask)):
+                np.testing.assert_array_equal(view, np.broadcast_to(given, (batch, N, T, S)))
+    refused(
+        lambda: checked_attention(**without_batch, bias=random(0, 1, N, T, S)),
+        ValueError,
+        *("bias", (1, N, T, S), (N, T, S)),
+    )
+    refused(
+        lambda: checked_attention(**without_batch, alibi_slopes=np.ones((1, N)), query_offset=0),
+        ValueError,
+        *("alibi_slopes", (1, N), (N,)),
+    )
+
+
+@pytest.mark.parametrize(
+    "given, window",
+    [
+        (None, None),
+        ((None, None), None),
+        (2**62, None),
+        (0, (0, 0)),
+        (np.int8(3), (3, 3)),
+        ((4, None), (4, -1)),
+        ([None, 0], (-1, 0)),
+        ((2**61, 2**61 + 1), (2**61, -1)),
+    ],
+)
+def test_windows(given, window):
+    checked = checked_attention(**attention_arguments(), local_window_size=given, query_offset=1)
+    assert checked.visibility.window == window
+    if window is None:  # then no position matters
+        checked_attention(**attention_arguments(), local_window_size=given)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, F32, F64, ">f4"])
+def test_slopes_and_sinks_are_copies_in_the_type_of_the_arithmetic(dtype):
+    slopes, sinks = np.linspace(-1, 1, N).astype(dtype), np.array([0, -np.inf, 1, 2], dtype)
+    for arithmetic in (F32, F64):
+        arguments = {
+            name: array.astype(arithmetic) for name, array in attention_arguments().items()
+        }
+        for given in (slopes, np.stack([slopes, 2 * slopes]), np.stack([slopes] * 2, 1).T):
+            scores = checked_attention(
+                **arguments, alibi_slopes=given, sinks=sinks, query_offset=0
+            ).scores
+            for array, values in (
+                (scores.alibi_slopes, np.broadcast_to(given, (B, N))),
+                (scores.sinks, sinks),
+            ):
+                assert array.dtype == arithmetic
+                assert array.flags.c_contiguous
+                assert not np.shares_memory(array, given)
+                np.testing.assert_array_equal(array, values.astype(arithmetic))
+
+
+def test_softcap_is_a_number():
+    for given, cap in ((None, 0.0), (30, 30.0), (np.float32(0.5), 0.5)):
+        assert checked_attention(**attention_arguments(), softcap=given).scores.softcap == cap
+    wide = {name: array.astype(F64) for name, array in attention_arguments().items()}
+    assert checked_attention(**wide, softcap=1e-46).scores.softcap == 1e-46
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_storage_types(dtype):
+    arguments = {name: array.astype(dtype) for name, array in attention_arguments().items()}
+    assert checked_attention(**arguments).q.dtype == dtype
+    arguments["out"] = arguments["out"].astype(F32)
+    checked_attention(**arguments)
+    swapped = arguments["k"].astype(arguments["k"].dtype.newbyteorder("S"))
+    back = checked_attention(**{**arguments, "k": swapped}).k
+    assert back.dtype == dtype
+    assert same_bits(np.ascontiguousarray(back), arguments["k"])
+    for other in (F64, *(half for half in HALVES if half != dtype)):
+        faulty = {**arguments, "out": arguments["out"].astype(other)}
+        refused(
+            lambda faulty=faulty: checked_attention(**faulty),
+            TypeError,
+            *("out", np.dtype(other), np.dtype(dtype), "float32"),
+        )
+        faulty = {**arguments, "k": arguments["k"].astype(other)}
+        refused(
+            lambda faulty=faulty: checked_attention(**faulty),
+            TypeError,
+            *("k", np.dtype(other), np.dtype(dtype)),
+        )
+    for bias in (random(0, T, S).astype(other) for other in (F64, F32, *HALVES)):
+        assert checked_attention(**arguments, bias=bias).scores.bias.dtype == bias.dtype
+    refused(lambda: LayerNorm()(arguments["q"]), TypeError, "x", np.dtype(dtype), "float32")
+
+
+def test_what_no_kernel_has_is_said_so():
+    def call(**options):
+        arguments = attention_arguments() | {"query_offset": 0} | options
+        refused(lambda: dot_product_attention(**arguments), NotImplementedError, *options)
+
+    call(bias=np.zeros(S))
+    call(mask=np.ones(S, bool), softcap=3.0)
+    call(local_window_size=1)
+    call(alibi_slopes=np.ones(N), sinks=np.ones(N))
+    halves = {name: array.astype(np.float16) for name, array in attention_arguments().items()}
+    refused(lambda: dot_product_attention(**halves), NotImplementedError, "float16")
+
+
+# ------------------------------------------------------------------ smaller checks
 
 
 def test_num_threads_may_be_any_integer():

@@ -69,6 +69,13 @@ def test_case(case):
 
 
 @pytest.mark.any_isa
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the cases' own NumPy
+@pytest.mark.parametrize("case", named("case_"))
+def test_case_with_the_reference(case):
+    case(cases_adapter.of_reference)
+
+
+@pytest.mark.any_isa
 @pytest.mark.parametrize("case", named("proc_"))
 def test_case_in_a_process_of_its_own(case):
     try:

@@ -1,5 +1,6 @@
 """The reference against loops in plain Python, and against the meaning that is pinned for it."""
 
+import functools
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.oracle import HALVES, LAYOUTS
 from tileattn import LayerNorm, reference
 
 INF, NAN = math.inf, math.nan
@@ -14,37 +16,59 @@ INF, NAN = math.inf, math.nan
 CLOSE = {"rtol": 1e-13, "atol": 1e-13}
 
 
-def sees(t, j, b, S, is_causal, query_offset, query_lengths, key_value_lengths):
-    """Whether query t of sequence b sees key j, as one sentence."""
-    offset = 0 if query_offset is None else query_offset[b]
+def sees(
+    b, n, t, j,
+    is_causal=False, query_offset=None, query_lengths=None, key_value_lengths=None,
+    local_window_size=None, mask=None, bias=None,
+):  # fmt: skip
+    """Whether query t of head n of sequence b sees key j, as one sentence."""
+    position = t + (0 if query_offset is None else query_offset[b])
+    w = local_window_size
+    left, right = w if isinstance(w, tuple) else (w, w)
     return (
-        (not is_causal or j <= t + offset)
+        (not is_causal or j <= position)
+        and (left is None or position - j <= left)
+        and (right is None or j - position <= right)
         and (query_lengths is None or t < query_lengths[b])
         and (key_value_lengths is None or j < key_value_lengths[b])
+        and (mask is None or bool(mask[b, n, t, j]))
+        and (bias is None or bias[b, n, t, j] != -INF)
     )
 
 
-def attention_by_loops(q, k, v, scale, **mask):
-    """Attention with lists and floats; every sum exact."""
+def attention_by_loops(q, k, v, scale, *, softcap=None, alibi_slopes=None, sinks=None, **who):
+    """Attention with lists and floats, every sum exact -> y[B,T,N,Hv], lse[B,T,N], w[B,N,T,S]."""
     (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
-    y, lse = np.zeros((B, T, N, Hv)), np.full((B, T, N), -INF)
+    offset, lengths = who.get("query_offset"), who.get("query_lengths")
+    y, lse, w = np.zeros((B, T, N, Hv)), np.full((B, T, N), -INF), np.zeros((B, N, T, S))
     for b, t, n in np.ndindex(B, T, N):
         head = n // (N // K)
-        keys = [j for j in range(S) if sees(t, j, b, S, **mask)]
-        scores = [
-            scale * math.fsum(float(q[b, t, n, h]) * float(k[b, j, head, h]) for h in range(H))
-            for j in keys
-        ]
-        if not keys:
+        keys = [j for j in range(S) if sees(b, n, t, j, **who)]
+        scores = []
+        for j in keys:
+            products = (float(q[b, t, n, h]) * float(k[b, j, head, h]) for h in range(H))
+            score = scale * math.fsum(products)
+            if softcap is not None:
+                score = softcap * math.tanh(score / softcap)
+            if who.get("bias") is not None:
+                score += float(who["bias"][b, n, t, j])
+            if alibi_slopes is not None:
+                position = t + (0 if offset is None else offset[b])
+                score -= float(alibi_slopes[b, n]) * abs(position - j)
+            scores.append(score)
+        has_sink = sinks is not None and (lengths is None or t < lengths[b])
+        sink = [float(sinks[n])] if has_sink and sinks[n] != -INF else []
+        if not scores + sink:
             continue
-        top = max(scores)
+        top = max(scores + sink)
         weights = [math.exp(score - top) for score in scores]
-        total = math.fsum(weights)
+        total = math.fsum(weights + [math.exp(score - top) for score in sink])
         lse[b, t, n] = top + math.log(total)
+        w[b, n, t, keys] = [weight / total for weight in weights]
         for h in range(Hv):
             products = (w * float(v[b, j, head, h]) for w, j in zip(weights, keys, strict=True))
             y[b, t, n, h] = math.fsum(products) / total
-    return y, lse
+    return y, lse, w
 
 
 def norm_by_loops(row, weight, bias, eps):
@@ -74,40 +98,80 @@ def problems(draw):
         "query_lengths": draw(st.none() | per_sequence(0, T)),
         "key_value_lengths": draw(st.none() | per_sequence(0, S)),
     }
-    arrays = qkv(B, T, S, K * G, K, H, Hv, seed=draw(st.integers(0, 99)))
-    return arrays, draw(st.sampled_from([None, 0.0, 0.3, -2.0])), mask
+    N, seed = K * G, draw(st.integers(0, 99))
+    side = st.none() | st.integers(0, 5)
+    mask["local_window_size"] = draw(st.none() | st.integers(0, 5) | st.tuples(side, side))
+    rng = np.random.default_rng(seed)
+    shape = [draw(st.sampled_from([1, size])) for size in (B, N, T, S)]
+    lacking = slice(draw(st.integers(0, 3)), None)
+    if draw(st.booleans()):
+        mask["mask"] = rng.random(shape[lacking]) < 0.7
+    if draw(st.booleans()):
+        bias = rng.standard_normal(shape[lacking])
+        mask["bias"] = np.where(rng.random(bias.shape) < 0.2, -INF, bias)
+    scores = {
+        "scale": draw(st.sampled_from([None, 0.0, 0.3, -2.0])),
+        "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
+        "alibi_slopes": draw(
+            st.sampled_from([None, rng.standard_normal(N), rng.standard_normal((B, N))])
+        ),
+        "sinks": draw(st.sampled_from([None, rng.standard_normal(N), np.full(N, -INF)])),
+    }
+    return qkv(B, T, S, N, K, H, Hv, seed=seed), scores, mask
+
+
+def as_options(scores, mask):
+    """A problem's options by the names that attention has for them."""
+    renamed = {
+        "query_lengths": "query_seq_lengths",
+        "key_value_lengths": "key_value_seq_lengths",
+    }
+    return scores | {renamed.get(name, name): value for name, value in mask.items()}
+
+
+def solved_by_loops(q, k, v, scores, mask):
+    B, T, N, H = q.shape
+    whole = {
+        name: np.broadcast_to(mask[name], (B, N, T, k.shape[1]))
+        for name in ("mask", "bias")
+        if name in mask
+    }
+    slopes = scores["alibi_slopes"]
+    scores = scores | {
+        "scale": 1 / math.sqrt(H) if scores["scale"] is None else scores["scale"],
+        "alibi_slopes": None if slopes is None else np.broadcast_to(slopes, (B, N)),
+    }
+    return attention_by_loops(q, k, v, **scores, **(mask | whole))
 
 
 @given(problems(), st.sampled_from([1, 7, 1 << 20]))
 def test_attention_equals_loops(problem, scores_at_once):
-    (q, k, v), scale, mask = problem
-    effective_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    expected, expected_lse = attention_by_loops(q, k, v, effective_scale, **mask)
+    (q, k, v), scores, mask = problem
+    y, lse, _ = solved_by_loops(q, k, v, scores, mask)
+    options = as_options(scores, mask)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "SCORES_AT_ONCE", scores_at_once)
-        y, lse = reference.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=scale,
-            is_causal=mask["is_causal"],
-            query_offset=mask["query_offset"],
-            query_seq_lengths=mask["query_lengths"],
-            key_value_seq_lengths=mask["key_value_lengths"],
-            return_lse=True,
-        )
-    np.testing.assert_allclose(y, expected, **CLOSE)
-    np.testing.assert_allclose(lse, expected_lse, **CLOSE)
+        got = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+        np.testing.assert_allclose(got[0], y, **CLOSE)
+        np.testing.assert_allclose(got[1], lse, **CLOSE)
 
 
 @given(problems())
 def test_visible_equals_its_definition(problem):
     (q, k, _), _, mask = problem
-    (B, T), S = q.shape[:2], k.shape[1]
-    expected = [[[sees(t, j, b, S, **mask) for j in range(S)] for t in range(T)] for b in range(B)]
+    (B, T, N), S = q.shape[:3], k.shape[1]
+    whole = {
+        name: np.broadcast_to(mask[name], (B, N, T, S)) for name in ("mask", "bias") if name in mask
+    }
+    expected = np.zeros((B, N, T, S), bool)
+    for b, n, t, j in np.ndindex(B, N, T, S):
+        expected[b, n, t, j] = sees(b, n, t, j, **(mask | whole))
     actual = reference.visible(B, T, S, **mask)
     assert actual.dtype == bool
-    np.testing.assert_array_equal(actual, expected)
+    if not whole:
+        assert actual.shape == (B, T, S)
+        actual = actual[:, None]
+    np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected)
 
 
 def test_visible_takes_numbers_for_all_sequences_and_extreme_offsets():
@@ -321,6 +385,142 @@ def test_a_block_of_rows_at_a_time_keeps_memory_small():
     assert peak < 64 << 20
 
 
+# ------------------------------------------------------------------ scores, masks and sinks
+
+
+def test_windows_count_neighbours_on_both_sides_and_the_position_itself():
+    visible = functools.partial(reference.visible, 1, 4, 4)
+    eye = np.eye(4, dtype=bool)[None]
+    np.testing.assert_array_equal(visible(local_window_size=0), eye)
+    np.testing.assert_array_equal(visible(local_window_size=(0, 0), is_causal=True), eye)
+    band = np.abs(np.arange(4)[:, None] - np.arange(4)) <= 1
+    np.testing.assert_array_equal(visible(local_window_size=1), band[None])
+    np.testing.assert_array_equal(visible(local_window_size=(1, 1)), band[None])
+    np.testing.assert_array_equal(visible(local_window_size=1, is_causal=True), np.tril(band)[None])
+    np.testing.assert_array_equal(
+        visible(local_window_size=(None, 0)), visible(is_causal=True), strict=True
+    )
+    assert visible(local_window_size=(None, None)).all()
+    shifted = visible(local_window_size=(0, 1), query_offset=2)
+    np.testing.assert_array_equal(np.argwhere(shifted[0]), [[0, 2], [0, 3], [1, 3]])
+    for far in (-(2**60), 2**60):
+        assert not visible(local_window_size=2**59, query_offset=far).any()
+        assert visible(local_window_size=2**61, query_offset=far).all()
+
+
+def test_a_softcap_comes_before_bias_and_mask():
+    q, k, v = qkv(B=1, T=2, S=3, N=1, K=1)
+    q *= 1e6  # so that the capped scores are +-c
+    sign = np.sign(np.einsum("btnh,bjnh->bntj", q, k))
+    bias = np.array([[1.0, 100.0, -INF]])
+    _, lse = reference.dot_product_attention(
+        q, k, v, softcap=2.0, bias=bias, mask=[True, False, True], return_lse=True
+    )
+    np.testing.assert_allclose(lse[0, :, 0], 2 * sign[0, 0, :, 0] + 1)
+
+
+def test_alibi_falls_with_the_distance_from_the_absolute_position():
+    q, k, v = np.zeros((2, 1, 2, 1)), np.zeros((2, 3, 1, 1)), np.zeros((2, 3, 1, 1))
+    options = {"alibi_slopes": [[0.0, 1.0], [2.0, -1.0]], "query_offset": [0, 1]}
+    _, lse = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+    distances = np.array([[[0, 1, 2]] * 2, [[1, 0, 1]] * 2])
+    exact = np.exp(-np.array(options["alibi_slopes"])[..., None] * distances)
+    np.testing.assert_allclose(lse[:, 0], np.log(exact.sum(axis=-1)), **CLOSE)
+
+
+def test_a_bias_in_any_floating_type_and_layout_is_the_same_bias():
+    q, k, v = qkv(N=4)
+    bias = np.round(np.random.default_rng(1).standard_normal((2, 4, 4, 5)) * 4) / 4
+    expected = reference.dot_product_attention(q, k, v, bias=bias)
+    for dtype in (np.float32, np.float64, *HALVES):
+        for name, change in LAYOUTS.items():
+            given = change(bias.astype(dtype))
+            y = reference.dot_product_attention(q, k, v, bias=given)
+            np.testing.assert_array_equal(y, expected, err_msg=name)
+
+
+def test_a_mask_and_a_bias_of_minus_infinity_hide_the_same_keys():
+    q, k, v = qkv(B=2, T=6, S=6, N=4)
+    mask = np.random.default_rng(0).random((2, 4, 6, 6)) < 0.6
+    mask[:, :, 4] = False
+    mask[:, :, :, 5] = False
+    bias = np.where(mask, 0.0, -INF)
+    expected = reference.dot_product_attention(q, k, v, mask=mask, return_lse=True)
+    assert not expected[0][:, 4].any()
+    assert (expected[1][:, 4] == -INF).all()
+    for stray in (NAN, INF, -INF):
+        k[:, 5] = v[:, 5] = stray
+        for options in ({"mask": mask}, {"bias": bias}):
+            got = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+            for actual, clean in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(actual, clean)
+
+
+def test_heads_that_share_a_value_may_see_different_keys():
+    q, k, v = qkv(B=1, T=3, S=3, N=2, K=1, Hv=2)
+    mask = np.ones((2, 3, 3), bool)
+    mask[0, 1, 2] = False
+    expected = reference.dot_product_attention(q, k, v, mask=mask)
+    v[0, 2, 0, 1] = NAN
+    expected[0, :, :, 1] = np.where(mask[..., 2].T, NAN, expected[0, :, :, 1])
+    np.testing.assert_array_equal(reference.dot_product_attention(q, k, v, mask=mask), expected)
+
+
+def test_a_bias_of_nan_makes_the_rows_nan_that_see_the_key():
+    q, k, v = qkv(B=1, T=3, S=3, N=1, K=1)
+    clean = reference.dot_product_attention(q, k, v, is_causal=True)
+    bias = np.zeros((3, 3))
+    bias[:, 1] = NAN
+    y, lse = reference.dot_product_attention(q, k, v, bias=bias, is_causal=True, return_lse=True)
+    np.testing.assert_array_equal(y[0, 0], clean[0, 0])
+    assert np.isnan(y[0, 1:]).all()
+    assert np.isnan(lse[0, 1:]).all()
+
+
+def test_sinks_are_one_more_score_without_a_value():
+    q, k, v = qkv(B=1, T=4, S=4, N=2, K=1)
+    plain, plain_lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    sinks = np.array([0.5, -INF])
+    y, lse = reference.dot_product_attention(q, k, v, sinks=sinks, return_lse=True)
+    np.testing.assert_allclose(lse, np.logaddexp(plain_lse, sinks), **CLOSE)
+    np.testing.assert_allclose(y, plain * np.exp(plain_lse - lse)[..., None], **CLOSE)
+    _, lse = reference.dot_product_attention(q, k, v, sinks=[0.0, 0.0], return_lse=True)
+    np.testing.assert_allclose(np.exp(lse), 1 + np.exp(plain_lse), **CLOSE)  # off by one
+
+
+def test_a_row_that_sees_nothing_has_its_sink_for_lse_unless_beyond_its_length():
+    q, k, v = qkv(B=2, T=3, S=3, N=2, K=1)
+    sinks = np.array([1e4, -INF])
+    y, lse = reference.dot_product_attention(
+        q,
+        k,
+        v,
+        sinks=sinks,
+        query_seq_lengths=[3, 1],
+        key_value_seq_lengths=[0, 0],
+        return_lse=True,
+    )
+    assert not y.any()
+    expected = np.broadcast_to(sinks, (2, 3, 2)).copy()
+    expected[1, 1:] = -INF
+    np.testing.assert_array_equal(lse, expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_rounded_once_and_have_a_float32_lse(dtype):
+    q, k, v = (a.astype(dtype) for a in qkv())
+    wide, wide_lse = reference.dot_product_attention(
+        *(a.astype(np.float64) for a in (q, k, v)), return_lse=True
+    )
+    y, lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    assert (y.dtype, lse.dtype) == (dtype, np.float32)
+    np.testing.assert_array_equal(y, wide.astype(dtype))
+    np.testing.assert_array_equal(lse, wide_lse.astype(np.float32))
+    out = np.empty(y.shape, np.float32)
+    assert reference.dot_product_attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, wide.astype(np.float32))
+
+
 # ------------------------------------------------------------------ LayerNorm
 
 
@@ -425,8 +625,7 @@ def block_by_loops(a, *, norm=(1.0, 0.0, 1e-5), residual=True, **mask):
     k = np.einsum("bsd,dkh->bskh", c, a["w_k"]) + a.get("b_k", 0)
     v = np.einsum("bsd,dkh->bskh", c, a["w_v"]) + a.get("b_v", 0)
     scale = mask.pop("scale", 1 / math.sqrt(q.shape[-1]))
-    default = dict.fromkeys(("query_offset", "query_lengths", "key_value_lengths"))
-    y, _ = attention_by_loops(q, k, v, scale, **{"is_causal": False} | default | mask)
+    y, _, _ = attention_by_loops(q, k, v, scale, **mask)
     z = np.einsum("btnh,nhd->btd", y, a["w_o"]) + a.get("b_o", 0)
     z = a["x"] + z if residual else z
     if norm is None:

@@ -14,11 +14,16 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
+Bool: TypeAlias = npt.NDArray[np.bool_]
+Window: TypeAlias = int | tuple[int | None, int | None] | None
 
 # More is a mistake, and a failing thread creation would end the process.
 MAX_THREADS = 1024
 
 FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+# Only stored; the arithmetic is float32's. By name, since bfloat16 is another package's.
+HALF_TYPES = ("float16", "bfloat16")
 
 # Far beyond any sequence, and far from where position + offset would overflow.
 OFFSET_LIMIT = 1 << 60
@@ -33,13 +38,25 @@ class SetOnce:
         super().__setattr__(name, value)
 
 
-class Mask(NamedTuple):
-    """Which query sees which key, as `check_mask` found it."""
+class Visibility(NamedTuple):
+    """Which query sees which key; a bias of -inf hides keys as well."""
 
     is_causal: bool
-    query_offset: Integers | None
-    query_lengths: Integers | None
-    key_value_lengths: Integers | None
+    query_offset: Integers | None  # [B], or None for 0
+    query_lengths: Integers | None  # [B]
+    key_value_lengths: Integers | None  # [B]
+    window: tuple[int, int] | None = None  # neighbours to the left and right, -1 for all
+    mask: Bool | None = None  # [B, N, T, S], broadcast by strides of 0
+
+
+class Scores(NamedTuple):
+    """What a score is made of: scale q.k, capped, + bias + ALiBi, in this order; sinks beside."""
+
+    scale: float
+    softcap: float = 0.0  # 0 for none
+    bias: Array | None = None  # [B, N, T, S], broadcast by strides of 0, of any floating type
+    alibi_slopes: Array | None = None  # [B, N], contiguous, of the arithmetic's type
+    sinks: Array | None = None  # [N], contiguous, of the arithmetic's type
 
 
 class AttentionArguments(NamedTuple):
@@ -49,8 +66,8 @@ class AttentionArguments(NamedTuple):
     k: Array
     v: Array
     has_batch: bool
-    scale: float
-    mask: Mask
+    scores: Scores
+    visibility: Visibility
     out: Array | None
 
 
@@ -104,49 +121,107 @@ def check_attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    bias: npt.ArrayLike | None,
+    mask: npt.ArrayLike | None,
     scale: float | None,
+    softcap: float | None,
     is_causal: bool,
     query_offset: npt.ArrayLike | None,
+    local_window_size: Window,
     query_seq_lengths: npt.ArrayLike | None,
     key_value_seq_lengths: npt.ArrayLike | None,
+    alibi_slopes: npt.ArrayLike | None,
+    sinks: npt.ArrayLike | None,
     out: Array | None,
 ) -> AttentionArguments:
     """Check all arguments of an attention call and bring them into one form."""
-    q = check_array("q", q)
-    k, v = check_array("k", k, q.dtype), check_array("v", v, q.dtype)
+    q, k, has_batch = check_queries_and_keys(q, k)
+    v = check_values(v, q, k, has_batch)
+    B, T, N, H = q.shape
+    S = k.shape[1]
+    shape = (B, N, T, S) if has_batch else (N, T, S)
+    mask, bias = check_mask(mask, shape), check_bias(bias, shape)
+    if out is not None:
+        expected = (B, T, N, v.shape[3])
+        check_out(
+            out,
+            expected if has_batch else expected[1:],
+            q.dtype,
+            q=q,
+            k=k,
+            v=v,
+            mask=mask,
+            bias=bias,
+        )
+        if not has_batch:
+            out = out[None]
+    visibility = check_visibility(
+        B,
+        T,
+        S,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        alibi_slopes=alibi_slopes,
+        mask=mask,
+    )
+    scores = Scores(
+        check_scale(scale, H),
+        check_softcap(softcap, q.dtype),
+        bias,
+        check_alibi_slopes(alibi_slopes, B if has_batch else None, N, q.dtype),
+        check_sinks(sinks, N, q.dtype),
+    )
+    return AttentionArguments(q, k, v, has_batch, scores, visibility, out)
+
+
+def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, Array, bool]:
+    """Returns q and k with the B axis in place, and whether it was given."""
+    q = check_array("q", q, halves=True)
+    k = check_array("k", k, q.dtype, halves=True)
     if q.ndim not in (3, 4):
         raise ValueError(f"q must have the axes [B, T, N, H] or [T, N, H], not shape {q.shape}")
     has_batch = q.ndim == 4
-    if k.ndim != q.ndim or v.ndim != q.ndim:
-        name, array, width = ("k", k, "H") if k.ndim != q.ndim else ("v", v, "Hv")
-        axes = f"[{'B, ' if has_batch else ''}S, K, {width}]"
+    if k.ndim != q.ndim:
+        axes = "[B, S, K, H]" if has_batch else "[S, K, H]"
         raise ValueError(
-            f"{name} must have the axes {axes} since q has shape {q.shape}, not shape {array.shape}"
+            f"k must have the axes {axes} since q has shape {q.shape}, not shape {k.shape}"
         )
     if not has_batch:
-        q, k, v = q[None], k[None], v[None]
-    B, T, N, H = q.shape
-    k_batch, S, K, k_width = k.shape
-    v_batch, v_length, v_heads, Hv = v.shape
-    if k_batch != B or v_batch != B:
-        raise ValueError(f"q, k and v must have the same batch B, not {B}, {k_batch} and {v_batch}")
+        q, k = q[None], k[None]
+    (B, _, N, H), (k_batch, _, K, k_width) = q.shape, k.shape
+    if k_batch != B:
+        raise ValueError(f"k has a batch of B = {k_batch}, but q has B = {B}")
     if k_width != H:
         raise ValueError(f"k has head width H = {k_width}, but q has H = {H}")
-    if v_length != S:
-        raise ValueError(f"v has {v_length} positions S, but k has {S}")
-    if v_heads != K:
-        raise ValueError(f"v has {v_heads} heads K, but k has {K}")
     if N != 0 and (K == 0 or N % K != 0):
         raise ValueError(
             f"q has N = {N} heads, which must be a multiple of the K = {K} heads of k and v"
         )
-    if out is not None:
-        expected = (B, T, N, Hv) if has_batch else (T, N, Hv)
-        check_out(out, expected, q.dtype, q=q, k=k, v=v)
-        if not has_batch:
-            out = out[None]
-    mask = check_mask(B, T, S, is_causal, query_offset, query_seq_lengths, key_value_seq_lengths)
-    return AttentionArguments(q, k, v, has_batch, check_scale(scale, H), mask, out)
+    return q, k, has_batch
+
+
+def check_values(v: npt.ArrayLike, q: Array, k: Array, has_batch: bool) -> Array:
+    """Returns v with the B axis in place; q and k have it already."""
+    v = check_array("v", v, q.dtype, halves=True)
+    if v.ndim != (4 if has_batch else 3):
+        axes = "[B, S, K, Hv]" if has_batch else "[S, K, Hv]"
+        shape = q.shape if has_batch else q.shape[1:]
+        raise ValueError(
+            f"v must have the axes {axes} since q has shape {shape}, not shape {v.shape}"
+        )
+    if not has_batch:
+        v = v[None]
+    (B, S, K, _), (v_batch, v_length, v_heads, _) = k.shape, v.shape
+    if v_batch != B:
+        raise ValueError(f"v has a batch of B = {v_batch}, but q and k have B = {B}")
+    if v_length != S:
+        raise ValueError(f"v has {v_length} positions S, but k has {S}")
+    if v_heads != K:
+        raise ValueError(f"v has {v_heads} heads K, but k has {K}")
+    return v
 
 
 def check_block_weights(
@@ -218,7 +293,7 @@ def check_block_inputs(
     query_seq_lengths: npt.ArrayLike | None,
     key_value_seq_lengths: npt.ArrayLike | None,
     out: Array | None,
-) -> tuple[Array, Array | None, Mask, bool]:
+) -> tuple[Array, Array | None, Visibility, bool]:
     """Check a call of an attention block that is made for those widths and that dtype.
 
     Returns x and context with the B axis in place, who sees whom, and whether B was given.
@@ -247,8 +322,16 @@ def check_block_inputs(
     S = T if context is None else context.shape[1]
     if context is not None and len(context) != B:
         raise ValueError(f"context has batch B = {len(context)}, but x has {B}")
-    mask = check_mask(B, T, S, is_causal, query_offset, query_seq_lengths, key_value_seq_lengths)
-    return x, context, mask, has_batch
+    visibility = check_visibility(
+        B,
+        T,
+        S,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
+    return x, context, visibility, has_batch
 
 
 def check_norm_inputs(
@@ -278,22 +361,40 @@ def as_array(name: str, value: npt.ArrayLike) -> Array:
     return np.asarray(value)
 
 
-def check_array(name: str, value: npt.ArrayLike, dtype: np.dtype[Any] | None = None) -> Array:
-    """A float32 or float64 array that pointers and whole-element strides can reach."""
+def check_array(
+    name: str, value: npt.ArrayLike, dtype: np.dtype[Any] | None = None, *, halves: bool = False
+) -> Array:
+    """A floating array that pointers and whole-element strides can reach.
+
+    It is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`.
+    """
     array = as_array(name, value)
-    if array.dtype not in FLOAT_TYPES:
-        native = array.dtype.newbyteorder("=")
-        if native not in FLOAT_TYPES:
+    native = array.dtype
+    if native not in FLOAT_TYPES:
+        native = native.newbyteorder("=")
+        if native not in FLOAT_TYPES and not (halves and is_half(native)):
+            types = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
             raise TypeError(
-                f"{name} must be float32 or float64, not {array.dtype}; convert it with "
-                f".astype(np.float32)"
+                f"{name} must be {types}, not {array.dtype}; convert it with .astype(np.float32)"
             )
-        array = array.astype(native)
-    if dtype is not None and array.dtype != dtype:
+    if dtype is not None and native != dtype:
         raise TypeError(
             f"{name} has dtype {array.dtype}, expected {dtype}; convert it with .astype"
         )
-    return array if _has_whole_strides(array) else array.copy()
+    if native == array.dtype and _has_whole_strides(array):
+        return array
+    # What a stride of 0 repeats is copied once.
+    once = array[(*(slice(None if step else 1) for step in array.strides), ...)]
+    return np.broadcast_to(once.astype(native), array.shape)
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    return dtype.name in HALF_TYPES
+
+
+def arithmetic_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What inputs of that type are computed in; the LSE is of it."""
+    return dtype if dtype in FLOAT_TYPES else FLOAT_TYPES[0]
 
 
 def _has_whole_strides(array: Array) -> bool:
@@ -336,30 +437,163 @@ def check_scale(scale: float | None, H: int) -> float:
     return check_real("scale", scale)
 
 
-def check_mask(
+def check_softcap(softcap: float | None, dtype: np.dtype[Any]) -> float:
+    """The cap, 0 for none; what the arithmetic would round to 0 or infinity is refused."""
+    if softcap is None:
+        return 0.0
+    cap = check_real("softcap", softcap)
+    limits = np.finfo(arithmetic_type(dtype))
+    lowest, highest = float(limits.tiny), float(limits.max)
+    if not lowest <= cap <= highest:
+        raise ValueError(
+            f"softcap must lie between {lowest:.3g} and {highest:.3g}, got {softcap!r}; None caps "
+            f"nothing"
+        )
+    return cap
+
+
+def check_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...]) -> Bool | None:
+    """The mask as a view [B, N, T, S]; `shape` is that, or without B where the inputs are."""
+    if mask is None:
+        return None
+    array = as_array("mask", mask)
+    if array.dtype != bool:
+        raise TypeError(
+            f"mask must be boolean, True where a query may attend, not {array.dtype}; numbers to "
+            f"add to the scores are a bias, and zeros and ones become a mask with .astype(bool)"
+        )
+    return _broadcast("mask", array, shape)
+
+
+def check_bias(bias: npt.ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
+    """The bias as a view [B, N, T, S]; `shape` is that, or without B where the inputs are."""
+    if bias is None:
+        return None
+    array = as_array("bias", bias)
+    if array.dtype == bool:
+        raise TypeError(
+            "bias must be floating, not bool; give what is True where a query may attend as mask"
+        )
+    return _broadcast("bias", check_array("bias", array, halves=True), shape)
+
+
+def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    try:
+        view = np.broadcast_to(array, shape)
+    except ValueError:
+        axes = "[B, N, T, S]" if len(shape) == 4 else "[N, T, S]"
+        raise ValueError(
+            f"{name} has shape {array.shape}, expected one that broadcasts to {axes} = {shape}"
+        ) from None
+    return view if len(shape) == 4 else view[None]
+
+
+def check_alibi_slopes(
+    alibi_slopes: npt.ArrayLike | None, B: int | None, N: int, dtype: np.dtype[Any]
+) -> Array | None:
+    """Slopes as a copy [B, N], from [N] or [B, N]; B is None where the inputs have no such axis."""
+    if alibi_slopes is None:
+        return None
+    slopes = check_array("alibi_slopes", alibi_slopes, halves=True)
+    if slopes.shape not in ((N,), (B, N)):
+        either = f"[N] = ({N},)" + ("" if B is None else f" or [B, N] = ({B}, {N})")
+        raise ValueError(f"alibi_slopes must be of shape {either}, not {slopes.shape}")
+    copy = np.empty((1 if B is None else B, N), arithmetic_type(dtype))
+    with np.errstate(over="ignore"):
+        copy[...] = slopes
+    if not np.isfinite(copy).all():
+        raise ValueError(f"alibi_slopes must be finite in {copy.dtype}, got {slopes}")
+    return copy
+
+
+def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Array | None:
+    """Sinks as a copy [N]."""
+    if sinks is None:
+        return None
+    array = check_array("sinks", sinks, halves=True)
+    if array.shape != (N,):
+        raise ValueError(f"sinks must be of shape [N] = ({N},), not {array.shape}")
+    with np.errstate(over="ignore"):
+        copy = np.array(array, arithmetic_type(dtype), order="C")
+    if not (copy < np.inf).all():
+        raise ValueError(f"sinks must be finite in {copy.dtype}, or -inf for none, got {array}")
+    return copy
+
+
+def check_window(local_window_size: Window) -> tuple[int, int] | None:
+    """(left, right) with -1 where unbounded; None where both are."""
+    if local_window_size is None:
+        return None
+    sides = local_window_size
+    if not isinstance(sides, (tuple, list)):
+        sides = (sides, sides)
+    if len(sides) != 2:
+        raise ValueError(f"local_window_size must be an int or a pair (left, right), not {sides!r}")
+    left, right = map(_check_neighbours, sides)
+    return None if left < 0 and right < 0 else (left, right)
+
+
+def _check_neighbours(size: int | None) -> int:
+    if size is None:
+        return -1
+    number = check_int("local_window_size", size)
+    if number < 0:
+        raise ValueError(f"local_window_size must not be negative, got {size}; None is unbounded")
+    # So many reach every key from any position that an offset may give.
+    return -1 if number > 2 * OFFSET_LIMIT else number
+
+
+def check_visibility(
     B: int,
     T: int,
     S: int,
+    *,
     is_causal: bool,
     query_offset: npt.ArrayLike | None,
     query_seq_lengths: npt.ArrayLike | None,
     key_value_seq_lengths: npt.ArrayLike | None,
-) -> Mask:
-    return Mask(
-        check_flag("is_causal", is_causal),
-        check_query_offset(query_offset, B, T, S, is_causal),
+    local_window_size: Window = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    mask: Bool | None = None,
+) -> Visibility:
+    """Check who sees whom. The mask is checked already; slopes only count as given or not."""
+    causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
+    return Visibility(
+        causal,
+        check_query_offset(
+            query_offset, B, T, S, needed_by=_what_needs_positions(causal, window, alibi_slopes)
+        ),
         check_lengths("query_seq_lengths", query_seq_lengths, B, T),
         check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
+        window,
+        mask,
     )
 
 
-def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> Integers:
-    """Integers of shape [B] as contiguous int64, from an int too where `scalar` says so."""
+def _what_needs_positions(
+    is_causal: bool, window: tuple[int, int] | None, alibi_slopes: npt.ArrayLike | None
+) -> str | None:
+    """The argument, if any, whose meaning depends on where the queries stand."""
+    if is_causal:
+        return "is_causal"
+    if window is not None:
+        return "local_window_size"
+    return None if alibi_slopes is None else "alibi_slopes"
+
+
+def as_integers(name: str, value: npt.ArrayLike) -> Array:
+    """An array of integers that int64 can hold."""
     array = as_array(name, value)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} is too large: {array.max()}")
+    return array
+
+
+def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> Integers:
+    """Integers of shape [B] as contiguous int64, from an int too where `scalar` says so."""
+    array = as_integers(name, value)
     if array.ndim == 0 and scalar:
         return np.full(B, array, np.int64)
     if array.shape != (B,):
@@ -369,15 +603,20 @@ def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> 
 
 
 def check_query_offset(
-    query_offset: npt.ArrayLike | None, B: int, T: int, S: int, is_causal: bool
+    query_offset: npt.ArrayLike | None,
+    B: int,
+    T: int,
+    S: int,
+    *,
+    needed_by: str | None,
 ) -> Integers | None:
     """The position of query row 0 in each sequence; None for 0 in all."""
     if query_offset is None:
-        if is_causal and T != S:
+        if needed_by is not None and T != S:
             raise ValueError(
-                f"is_causal with T = {T} queries and S = {S} keys needs query_offset, the position "
-                f"of the first query: 0 aligns it with the first key, S - T = {S - T} the last "
-                f"query with the last key"
+                f"{needed_by} with T = {T} queries and S = {S} keys needs query_offset, the "
+                f"position of the first query: 0 aligns it with the first key, S - T = {S - T} the "
+                f"last query with the last key"
             )
         return None
     offset = check_integers("query_offset", query_offset, B, scalar=True)
@@ -419,8 +658,9 @@ def check_out(
 ) -> None:
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
         raise TypeError(f"out must be a plain NumPy array, not {type(out).__name__}")
-    if out.dtype != dtype:
-        raise TypeError(f"out has dtype {out.dtype}, expected {dtype}")
+    if out.dtype != dtype and not (is_half(dtype) and out.dtype == np.float32):
+        either = f"{dtype} or float32" if is_half(dtype) else dtype
+        raise TypeError(f"out has dtype {out.dtype}, expected {either}")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}, expected {shape}")
     if not out.flags.writeable:

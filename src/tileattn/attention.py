@@ -8,7 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tileattn import _core
-from tileattn._arguments import Array, check_attention, check_flag
+from tileattn._arguments import (
+    Array,
+    AttentionArguments,
+    Window,
+    arithmetic_type,
+    check_attention,
+    check_flag,
+)
 from tileattn.config import resolve_threads
 
 
@@ -18,11 +25,17 @@ def dot_product_attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    bias: npt.ArrayLike | None = ...,
+    mask: npt.ArrayLike | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     is_causal: bool = ...,
     query_offset: npt.ArrayLike | None = ...,
+    local_window_size: Window = ...,
     query_seq_lengths: npt.ArrayLike | None = ...,
     key_value_seq_lengths: npt.ArrayLike | None = ...,
+    alibi_slopes: npt.ArrayLike | None = ...,
+    sinks: npt.ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
@@ -35,11 +48,17 @@ def dot_product_attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    bias: npt.ArrayLike | None = ...,
+    mask: npt.ArrayLike | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     is_causal: bool = ...,
     query_offset: npt.ArrayLike | None = ...,
+    local_window_size: Window = ...,
     query_seq_lengths: npt.ArrayLike | None = ...,
     key_value_seq_lengths: npt.ArrayLike | None = ...,
+    alibi_slopes: npt.ArrayLike | None = ...,
+    sinks: npt.ArrayLike | None = ...,
     return_lse: Literal[True],
     out: Array | None = ...,
     num_threads: int | None = ...,
@@ -52,11 +71,17 @@ def dot_product_attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    bias: npt.ArrayLike | None = ...,
+    mask: npt.ArrayLike | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     is_causal: bool = ...,
     query_offset: npt.ArrayLike | None = ...,
+    local_window_size: Window = ...,
     query_seq_lengths: npt.ArrayLike | None = ...,
     key_value_seq_lengths: npt.ArrayLike | None = ...,
+    alibi_slopes: npt.ArrayLike | None = ...,
+    sinks: npt.ArrayLike | None = ...,
     return_lse: bool,
     out: Array | None = ...,
     num_threads: int | None = ...,
@@ -68,43 +93,69 @@ def dot_product_attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    bias: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     is_causal: bool = False,
     query_offset: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
     query_seq_lengths: npt.ArrayLike | None = None,
     key_value_seq_lengths: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array | tuple[Array, Array]:
-    """Exact attention ``softmax(scale * q k^T) v``, without a T x S matrix of scores.
+    """Exact attention ``softmax(scale * q k^T + bias) v``, without a T x S matrix of scores.
 
     Query head n uses key/value head ``n // (N / K)``. Working memory is one to a few megabytes a
     thread, whatever T and S are.
 
     Parameters
     ----------
-    q : array [B, T, N, H] or [T, N, H], float32 or float64
-        Queries. Any strides, read-only too.
+    q : array [B, T, N, H] or [T, N, H], float32, float64, float16 or bfloat16
+        Queries. Any strides, read-only too. float16 and bfloat16 (of ml_dtypes) are computed in
+        float32.
     k : array [B, S, K, H] or [S, K, H], of q's dtype
         Keys; K divides N.
     v : array [B, S, K, Hv] or [S, K, Hv], of q's dtype
         Values; Hv may differ from H.
+    bias : floating array that broadcasts to [B, N, T, S], optional
+        Added to the scores after `scale` and `softcap`, of any floating dtype; -inf hides the key.
+        It is read as it lies, never expanded. [N, T, S] if q has no B axis.
+    mask : boolean array that broadcasts to [B, N, T, S], optional
+        True where a query may attend to a key; what else hides keys still does. It is read as it
+        lies, never expanded. [N, T, S] if q has no B axis.
     scale : float, optional
         Factor of the scores, by default ``1 / sqrt(H)``.
+    softcap : float, optional
+        A positive c turns each scaled score s into ``c * tanh(s / c)``.
     is_causal : bool, optional
         Query row t sees only the keys ``j <= t + query_offset``.
     query_offset : int or int array [B], optional
-        Absolute position of query row 0. By default 0; required with `is_causal` where T differs
-        from S: 0 aligns the first query with the first key, S - T the last with the last.
+        Absolute position of query row 0. By default 0; required with `is_causal`,
+        `local_window_size` and `alibi_slopes` where T differs from S: 0 aligns the first query with
+        the first key, S - T the last with the last.
+    local_window_size : int or (left, right), optional
+        Query row t sees only the keys from ``t + query_offset - left`` to ``t + query_offset +
+        right``, both included: (0, 0) is itself only. One int stands for both sides, None for no
+        bound on a side.
     query_seq_lengths : int array [B], optional
         Rows ``t >= query_seq_lengths[b]`` give zeros and an LSE of -inf.
     key_value_seq_lengths : int array [B], optional
         Keys ``j >= key_value_seq_lengths[b]`` are not seen, whatever they hold.
+    alibi_slopes : floating array [N] or [B, N], optional
+        Adds ``-slope * |t + query_offset - j|`` to the scores.
+    sinks : floating array [N], optional
+        One more score for each head, that counts in the softmax's denominator and has no value;
+        -inf for none. It is part of the LSE.
     return_lse : bool, optional
         Also return the natural logarithm of the softmax's denominator.
     out : array [B, T, N, Hv], optional
-        Where to put the result: q's dtype, any strides, no overlap with an input or itself.
+        Where to put the result: q's dtype, or float32 for float16 and bfloat16; any strides, no
+        overlap with an input or itself.
     num_threads : int, optional
         For this call, by default `get_num_threads()`.
 
@@ -113,16 +164,19 @@ def dot_product_attention(
     out : array [B, T, N, Hv], or [T, N, Hv] if the inputs have no B axis
         Of q's dtype. A row that sees no key is zero.
     lse : array [B, T, N], only with `return_lse`
-        Of q's dtype. A row that sees no key has -inf.
+        float64 for float64, else float32. A row that sees no key has -inf, or its head's sink.
 
     Raises
     ------
     TypeError
-        For a dtype other than float32 and float64, or different ones, for masked arrays, and for
-        options of another type.
+        For a dtype other than these, or different ones, for masked arrays, a mask that is not
+        boolean, a bias that is not floating, and options of another type.
     ValueError
-        For shapes, lengths or an `out` that do not fit, or a `scale` that is not finite. Nothing
-        has been written then.
+        For shapes, lengths or an `out` that do not fit, a query position that is not known, or
+        numbers outside of their range. Nothing has been written then.
+    NotImplementedError
+        For what only `tileattn.reference` has so far: `bias`, `mask`, `softcap`,
+        `local_window_size`, `alibi_slopes`, `sinks`, float16 and bfloat16.
 
     Notes
     -----
@@ -146,21 +200,28 @@ def dot_product_attention(
         q,
         k,
         v,
+        bias=bias,
+        mask=mask,
         scale=scale,
+        softcap=softcap,
         is_causal=is_causal,
         query_offset=query_offset,
+        local_window_size=local_window_size,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
     threads = resolve_threads(num_threads)
+    _refuse_what_the_kernels_lack(a)
     B, T, N, _ = a.q.shape
     result = a.out
     if result is None:
         result = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
-    lse = np.empty((B, T, N), a.q.dtype) if return_lse else None
-    _core.attention(a.q, a.k, a.v, result, lse, a.scale, *a.mask, threads)
+    lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
+    _core.attention(a.q, a.k, a.v, result, lse, a.scores.scale, *a.visibility[:4], threads)
     if out is not None:
         result = out
     elif not a.has_batch:
@@ -168,3 +229,21 @@ def dot_product_attention(
     if lse is None:
         return result
     return result, lse if a.has_batch else lse[0]
+
+
+# TODO: goes away with the kernels that have these.
+def _refuse_what_the_kernels_lack(a: AttentionArguments) -> None:
+    lacking = {
+        "bias": a.scores.bias is not None,
+        "mask": a.visibility.mask is not None,
+        "softcap": a.scores.softcap != 0,
+        "local_window_size": a.visibility.window is not None,
+        "alibi_slopes": a.scores.alibi_slopes is not None,
+        "sinks": a.scores.sinks is not None,
+        f"{a.q.dtype}": arithmetic_type(a.q.dtype) != a.q.dtype,
+    }
+    given = [name for name, is_given in lacking.items() if is_given]
+    if given:
+        raise NotImplementedError(
+            f"no kernel has {', '.join(given)} yet; tileattn.reference.dot_product_attention does"
+        )

@@ -398,7 +398,7 @@ class AttentionBlock(SetOnce):
         out: Array | None,
         num_threads: int | None,
     ) -> tuple[Array, tuple[float, float, float]]:
-        x, context, mask, has_batch = check_block_inputs(
+        x, context, visibility, has_batch = check_block_inputs(
             x,
             context,
             self.model_dim,
@@ -421,9 +421,9 @@ class AttentionBlock(SetOnce):
         seconds = self._core.run(
             x,
             context,
-            mask.query_offset,
-            mask.query_lengths,
-            mask.key_value_lengths,
+            visibility.query_offset,
+            visibility.query_lengths,
+            visibility.key_value_lengths,
             result if has_batch else result[None],
             threads,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import Mask, check_int, check_mask
+from tileattn._arguments import Visibility, check_int, check_visibility
 
 __all__ = [
     "LAYER_NORM_FLOPS_PER_ELEMENT",
@@ -233,11 +233,19 @@ def attention_block_cost(
     itemsize = _size("itemsize", itemsize)
     if K < 1 or N % K:
         raise ValueError(f"K must divide N, got N = {N} query heads and K = {K} key/value heads")
-    mask = check_mask(B, T, S, is_causal, query_offset, query_seq_lengths, key_value_seq_lengths)
+    visibility = check_visibility(
+        B,
+        T,
+        S,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
 
     pairs = queries_read = keys_read = 0
-    for times, offset, rows, keys in _kinds_of_sequences(mask, B, T, S):
-        if not mask.is_causal:
+    for times, offset, rows, keys in _kinds_of_sequences(visibility, B, T, S):
+        if not visibility.is_causal:
             pairs += times * rows * keys
             queries_read += times * rows if keys else 0
             keys_read += times * keys if rows else 0
@@ -362,9 +370,15 @@ def table_text(
     return "\n".join([lines[0], rule, *lines[1:end], rule, *lines[end:]])
 
 
-def _kinds_of_sequences(mask: Mask, B: int, T: int, S: int) -> list[tuple[int, int, int, int]]:
+def _kinds_of_sequences(
+    visibility: Visibility, B: int, T: int, S: int
+) -> list[tuple[int, int, int, int]]:
     """(how many, query offset, query length, key length) for each kind of sequence in the batch."""
-    given = (mask.query_offset, mask.query_lengths, mask.key_value_lengths)
+    given = (
+        visibility.query_offset,
+        visibility.query_lengths,
+        visibility.key_value_lengths,
+    )
     if all(array is None for array in given):
         return [(B, 0, T, S)]
     columns = [

@@ -5,7 +5,7 @@ same checks, written to be read; `layer_norm` is a LayerNorm made and called in 
 classes here: an AttentionBlock's arguments and those of its call go to `attention_block`.
 
 All arithmetic is float64, whatever comes in; the result has the dtype of the input. So float64
-inputs give the oracle, and float32 inputs give the oracle rounded once.
+inputs give the oracle, and other inputs give the oracle rounded once.
 
 Nothing here is fast, though it is sparing: float64 copies are made for one sequence and one
 key/value head at a time, and scores for a block of query rows.
@@ -13,7 +13,7 @@ key/value head at a time, and scores for a block of query rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,21 +22,31 @@ import numpy.typing as npt
 from tileattn import attention
 from tileattn._arguments import (
     Array,
-    Mask,
+    Bool,
+    Integers,
     NormParameters,
+    Scores,
+    Visibility,
+    Window,
+    arithmetic_type,
     check_attention,
     check_block_inputs,
     check_block_weights,
     check_flag,
     check_norm_inputs,
+    check_window,
 )
 from tileattn.block import DEFAULT_NORM, LayerNorm
 from tileattn.config import resolve_threads
 
-__all__ = ["attention_block", "dot_product_attention", "layer_norm", "visible"]
+__all__ = [
+    "attention_block",
+    "dot_product_attention",
+    "layer_norm",
+    "visible",
+]
 
 Float64 = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,6 +63,9 @@ def visible(
     query_offset: npt.ArrayLike | None = None,
     query_lengths: npt.ArrayLike | None = None,
     key_value_lengths: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
+    mask: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
 ) -> Bool:
     """Say which query sees which key.
 
@@ -63,16 +76,23 @@ def visible(
     is_causal : bool
         Query t stands at position t + query_offset and sees keys j <= that position only.
     query_offset : int or int[B], optional
-        0 where not given. It means nothing without `is_causal`.
+        0 where not given. It means nothing without `is_causal` and `local_window_size`.
     query_lengths : int or int[B], optional
         Queries at or beyond the length see nothing.
     key_value_lengths : int or int[B], optional
         Keys at or beyond the length are seen by nobody.
+    local_window_size : int or (left, right), optional
+        Query t sees that many keys before its position and behind it, and the one there. One int
+        stands for both sides; None bounds nothing.
+    mask : bool[B,N,T,S], optional
+        Query t of head n sees only what is True here. Axes may be 1 or missing in front.
+    bias : floating [B,N,T,S], optional
+        -inf hides a key. Axes may be 1 or missing in front.
 
     Returns
     -------
-    bool[B,T,S]
-        True where query t of sequence b sees key j.
+    bool[B,T,S], or bool[B,N,T,S] where `mask` or `bias` is given
+        True where query t of sequence b (and head n) sees key j. N is 1 if all heads see the same.
 
     Examples
     --------
@@ -81,18 +101,31 @@ def visible(
             [1, 1, 1, 0]]])
     """
     t, j = np.arange(T)[:, None], np.arange(S)
+    left, right = check_window(local_window_size) or (-1, -1)
     sees = np.ones((B, T, S), dtype=bool)
 
     def per_sequence(value: npt.ArrayLike) -> Array:
         return np.broadcast_to(np.asarray(value, dtype=np.int64), (B,))[:, None, None]
 
+    # Not j <= t + offset and the like: that sum could overflow.
+    offset = per_sequence(0 if query_offset is None else query_offset)
     if is_causal:
-        # Not j <= t + offset: that sum could overflow.
-        sees &= j - t <= per_sequence(0 if query_offset is None else query_offset)
+        sees &= j - t <= offset
+    if left >= 0:
+        sees &= j - t + left >= offset
+    if right >= 0:
+        sees &= j - t - right <= offset
     if query_lengths is not None:
         sees &= t < per_sequence(query_lengths)
     if key_value_lengths is not None:
         sees &= j < per_sequence(key_value_lengths)
+    if mask is None and bias is None:
+        return sees
+    sees = sees[:, None]
+    if mask is not None:
+        sees = sees & np.asarray(mask, dtype=bool)
+    if bias is not None:
+        sees = sees & (np.asarray(bias) != -np.inf)
     return sees
 
 
@@ -108,37 +141,56 @@ def dot_product_attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    bias: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     is_causal: bool = False,
     query_offset: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
     query_seq_lengths: npt.ArrayLike | None = None,
     key_value_seq_lengths: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array | tuple[Array, Array]:
-    """Compute softmax(scale * q k^T) v in float64.
+    """Compute softmax(scale * q k^T + bias) v in float64.
 
     Parameters
     ----------
-    q : float32 or float64 [B,T,N,H]
+    q : float32, float64, float16 or bfloat16 [B,T,N,H]
         Queries.
     k : [B,S,K,H], of the same dtype
         Keys. Query head n uses key/value head n // (N / K).
     v : [B,S,K,Hv], of the same dtype
         Values. q, k and v may all lack the B axis.
+    bias : floating, broadcasts to [B,N,T,S], optional
+        Added to the scores after scale and softcap. -inf hides a key.
+    mask : bool, broadcasts to [B,N,T,S], optional
+        Query t of head n sees only what is True here.
     scale : float, optional
         1 / sqrt(H) where not given.
+    softcap : float, optional
+        c turns a scaled score s into c * tanh(s / c).
     is_causal : bool
         Query t sees keys j <= t + query_offset only.
     query_offset : int or int[B], optional
-        Position of the first query; needed where `is_causal` and T != S.
+        Position of the first query; needed where T != S and a position means something: with
+        `is_causal`, `local_window_size` or `alibi_slopes`.
+    local_window_size : int or (left, right), optional
+        Query t sees that many keys before its position and behind it, and the one there.
     query_seq_lengths, key_value_seq_lengths : int[B], optional
         Queries at or beyond the length see nothing; keys at or beyond it are seen by nobody.
+    alibi_slopes : floating [N] or [B,N], optional
+        Adds -slope * |t + query_offset - j| to the scores.
+    sinks : floating [N], optional
+        A score of each head's own in the denominator.
     return_lse : bool
-        Also return the log-sum-exp of each row's scores.
+        Also return the log-sum-exp of each row's scores and its sink.
     out : array [B,T,N,Hv] of q's dtype, optional
-        Filled, once everything is computed, and returned.
+        Filled, once everything is computed, and returned; float32 for float16 and bfloat16 too.
     num_threads : int, optional
         Accepted so that the signature is that of `tileattn.dot_product_attention`; NumPy decides.
 
@@ -146,8 +198,9 @@ def dot_product_attention(
     -------
     out : [B,T,N,Hv] of q's dtype
         Zeros in rows that see nothing.
-    lse : [B,T,N] of q's dtype
-        Only with `return_lse`. -inf in rows that see nothing.
+    lse : [B,T,N] of float64 for float64, else float32
+        Only with `return_lse`. Rows that see nothing have their sink here, -inf without one or
+        beyond `query_seq_lengths`.
 
     Raises
     ------
@@ -166,20 +219,26 @@ def dot_product_attention(
         q,
         k,
         v,
+        bias=bias,
+        mask=mask,
         scale=scale,
+        softcap=softcap,
         is_causal=is_causal,
         query_offset=query_offset,
+        local_window_size=local_window_size,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
     resolve_threads(num_threads)
     B, T, N, _ = a.q.shape
-    y_BTNH = np.empty((B, T, N, a.v.shape[-1]), dtype=a.q.dtype)
-    lse_BTN = np.empty((B, T, N), dtype=a.q.dtype)
+    y_BTNH = np.empty((B, T, N, a.v.shape[-1]), dtype=a.q.dtype if out is None else out.dtype)
+    lse_BTN = np.empty((B, T, N), dtype=arithmetic_type(a.q.dtype))
     for b in range(B):
-        y_BTNH[b], lse_BTN[b] = _attend(a.q[b], a.k[b], a.v[b], a.scale, a.mask, b)
+        y_BTNH[b], lse_BTN[b] = _attend(a.q[b], a.k[b], a.v[b], a.scores, a.visibility, b)
     y, lse = (y_BTNH, lse_BTN) if a.has_batch else (y_BTNH[0], lse_BTN[0])
     y = _deliver(y, out)
     return (y, lse) if return_lse else y
@@ -266,7 +325,7 @@ def attention_block(
     )
     w_q, w_k, w_v, w_o = (_float64(matrix) for matrix in w.matrices)
     b_q, b_k, b_v, b_o = (_float64(bias) for bias in w.biases)
-    x_BTD, c_BSD, mask, has_batch = check_block_inputs(
+    x_BTD, c_BSD, visibility, has_batch = check_block_inputs(
         x,
         context,
         len(w_q),
@@ -287,7 +346,7 @@ def attention_block(
         q_TNH = np.tensordot(x_TD, w_q, axes=1) + b_q
         k_SKH = np.tensordot(c_SD, w_k, axes=1) + b_k
         v_SKH = np.tensordot(c_SD, w_v, axes=1) + b_v
-        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, w.scale, mask, b)
+        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, Scores(w.scale), visibility, b)
         y_TD = np.tensordot(y_TNH, w_o, axes=2) + b_o
         if w.residual:
             y_TD = x_TD + y_TD
@@ -347,59 +406,107 @@ def layer_norm(
 
 
 def _attend(
-    q_TNH: Array, k_SKH: Array, v_SKH: Array, scale: float, mask: Mask, b: int
+    q_TNH: Array, k_SKH: Array, v_SKH: Array, scores: Scores, visibility: Visibility, b: int
 ) -> tuple[Float64, Float64]:
     """Attention of sequence b -> y[T,N,Hv], lse[T,N]; q, k and v of any floating dtype."""
     (T, N, _), (S, K, Hv) = q_TNH.shape, v_SKH.shape
-    G = N // max(1, K)
-    offset = 0 if mask.query_offset is None else int(mask.query_offset[b])
-    query_length = T if mask.query_lengths is None else int(mask.query_lengths[b])
-    key_value_length = S if mask.key_value_lengths is None else int(mask.key_value_lengths[b])
+    query_length = T if visibility.query_lengths is None else visibility.query_lengths[b]
+    sinks = np.full(N, -np.inf) if scores.sinks is None else _float64(scores.sinks)
     y_TNH, lse_TN = np.empty((T, N, Hv)), np.empty((T, N))
-    step = max(1, SCORES_AT_ONCE // max(1, G * S))
-    for head in range(K):
-        heads = slice(head * G, head * G + G)  # the query heads that share this one
+    for head, heads in _groups(N, K):
         k_SH, v_SH = _float64(k_SKH[:, head]), _float64(v_SKH[:, head])
-        for start in range(0, T, step):
-            rows = slice(start, start + step)
-            q_TGH = _float64(q_TNH[rows, heads])
-            # A block of rows is a sequence of its own that stands `start` further on.
-            sees_TS = visible(
-                1,
-                len(q_TGH),
-                S,
-                is_causal=mask.is_causal,
-                query_offset=offset + start,
-                query_lengths=query_length - start,
-                key_value_lengths=key_value_length,
-            )[0]
-            y_TNH[rows, heads], lse_TN[rows, heads] = _softmax_times_values(
-                q_TGH, k_SH, v_SH, sees_TS, scale
-            )
+        for rows in _row_blocks(T, (heads.stop - heads.start) * S):
+            t = np.arange(T)[rows]
+            score_GTS, sees_GTS = _score(q_TNH, k_SH, scores, visibility, b, heads, t)
+            sink_GT = np.where(t < query_length, sinks[heads, None], -np.inf)
+            y_GTH, lse_GT = _softmax_times_values(score_GTS, sees_GTS, sink_GT, v_SH)
+            y_TNH[rows, heads], lse_TN[rows, heads] = y_GTH.swapaxes(0, 1), lse_GT.T
     return y_TNH, lse_TN
 
 
+def _groups(N: int, K: int) -> Iterator[tuple[int, slice]]:
+    """Each key/value head and the query heads that share it."""
+    for head in range(K):
+        yield head, slice(head * N // K, (head + 1) * N // K)
+
+
+def _row_blocks(T: int, scores_per_row: int) -> Iterator[slice]:
+    """T rows in blocks of at most SCORES_AT_ONCE scores, or of one row."""
+    step = max(1, SCORES_AT_ONCE // max(1, scores_per_row))
+    for start in range(0, T, step):
+        yield slice(start, min(start + step, T))
+
+
+def _score(
+    q_TNH: Array,
+    k_SH: Float64,
+    scores: Scores,
+    visibility: Visibility,
+    b: int,
+    heads: slice,
+    t: Integers,
+) -> tuple[Float64, Bool]:
+    """Scores of the queries t of some heads -> score[G,R,S], -inf where unseen; sees[G,R,S].
+
+    G of sees is 1 where all heads see the same.
+    """
+    S = len(k_SH)
+    offset = 0 if visibility.query_offset is None else visibility.query_offset[b]
+    position = offset + t
+    left, right = visibility.window or (-1, -1)
+    q_GRH = _float64(q_TNH[t, heads]).swapaxes(0, 1)
+    score_GRS = q_GRH @ k_SH.T
+    score_GRS *= scores.scale
+    if scores.softcap:
+        score_GRS = scores.softcap * np.tanh(score_GRS / scores.softcap)
+
+    # Each row is a sequence of its own here, of one query that stands at its position.
+    sees_GRS = visible(
+        len(t),
+        1,
+        S,
+        is_causal=visibility.is_causal,
+        query_offset=position,
+        query_lengths=None if visibility.query_lengths is None else visibility.query_lengths[b] - t,
+        key_value_lengths=(
+            None if visibility.key_value_lengths is None else visibility.key_value_lengths[b]
+        ),
+        local_window_size=(None if left < 0 else left, None if right < 0 else right),
+    ).swapaxes(0, 1)
+    if visibility.mask is not None:
+        sees_GRS = sees_GRS & visibility.mask[b, heads][:, t]
+    if scores.bias is not None:
+        bias_GRS = _float64(scores.bias[b, heads][:, t])
+        sees_GRS = sees_GRS & (bias_GRS != -np.inf)
+        score_GRS += bias_GRS
+    if scores.alibi_slopes is not None:
+        slope_G = _float64(scores.alibi_slopes[b, heads])
+        score_GRS -= slope_G[:, None, None] * np.abs(position[:, None] - np.arange(S))
+    np.copyto(score_GRS, -np.inf, where=~sees_GRS)
+    return score_GRS, sees_GRS
+
+
 def _softmax_times_values(
-    q_TGH: Float64, k_SH: Float64, v_SH: Float64, sees_TS: Bool, scale: float
+    score_GTS: Float64, sees_GTS: Bool, sink_GT: Float64, v_SH: Float64
 ) -> tuple[Float64, Float64]:
-    """softmax(scale * q k^T) v over the visible keys -> y[T,G,Hv], lse[T,G]."""
-    score_TGS = np.where(sees_TS[:, None, :], scale * (q_TGH @ k_SH.T), -np.inf)
-    max_TG = score_TGS.max(axis=-1, initial=-np.inf)
+    """softmax(score) v, with a sink in the denominator -> y[G,T,Hv], lse[G,T]."""
+    max_GT = np.maximum(score_GTS.max(axis=-1, initial=-np.inf), sink_GT)
     # -inf - -inf would be NaN: where all weights are 0, any finite maximum serves.
-    max_TG = np.where(max_TG == -np.inf, 0.0, max_TG)
-    weight_TGS = np.exp(score_TGS - max_TG[..., None])
-    sum_TG = weight_TGS.sum(axis=-1)
+    max_GT = np.where(max_GT == -np.inf, 0.0, max_GT)
+    weight_GTS = np.exp(score_GTS - max_GT[..., None])
+    sum_GT = weight_GTS.sum(axis=-1) + np.exp(sink_GT - max_GT)
 
     # 0 * NaN is NaN, so a value that is not finite meets only the rows that see it.
     stray_SH = ~np.isfinite(v_SH)
-    y_TGH = weight_TGS @ np.where(stray_SH, 0.0, v_SH)
-    stray_SH[~sees_TS.any(axis=0)] = False  # seen by nobody
+    y_GTH = weight_GTS @ np.where(stray_SH, 0.0, v_SH)
+    stray_SH[~sees_GTS.any(axis=(0, 1))] = False  # seen by nobody
+    sees_GTS = np.broadcast_to(sees_GTS, weight_GTS.shape)
     for j, column in np.argwhere(stray_SH):
-        rows = sees_TS[:, j]
-        y_TGH[rows, :, column] += weight_TGS[rows, :, j] * v_SH[j, column]
+        seen_GT = sees_GTS[..., j]
+        y_GTH[seen_GT, column] += weight_GTS[seen_GT, j] * v_SH[j, column]
 
-    y_TGH /= np.where(sum_TG == 0, 1.0, sum_TG)[..., None]
-    return y_TGH, max_TG + np.log(sum_TG)
+    y_GTH /= np.where(sum_GT == 0, 1.0, sum_GT)[..., None]
+    return y_GTH, max_GT + np.log(sum_GT)
 
 
 def _normalise(x: Float64, norm: NormParameters) -> Float64:
