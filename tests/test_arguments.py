@@ -556,6 +556,195 @@ def test_what_no_kernel_has_is_said_so():
     refused(lambda: dot_product_attention(**halves), NotImplementedError, "float16")
 
 
+# ------------------------------------------------------------------ varlen_attention
+
+
+def varlen_arguments():
+    return {
+        "q": random(0, 7, N, H),
+        "k": random(1, 9, K, H),
+        "v": random(2, 9, K, HV),
+        "cu_seqlens_q": [0, 3, 3, 7],
+        "cu_seqlens_k": [0, 4, 5, 9],
+        "out": np.full((7, N, HV), 7, F32),
+    }
+
+
+VARLEN_FAULTS = {
+    "q with B": (
+        {"q": random(0, 1, 7, N, H), "k": random(1, 1, 9, K, H)},
+        ValueError,
+        ["q", "total_q"],
+    ),
+    "k with B": ({"k": random(1, 1, 9, K, H)}, ValueError, ["k", (1, 9, K, H)]),
+    "integer q": ({"q": np.ones((7, N, H), int)}, TypeError, ["q", "int64"]),
+    "mixture": ({"v": random(2, 9, K, HV, dtype=F64)}, TypeError, ["v", "float64"]),
+    "length of v": ({"v": random(2, 8, K, HV)}, ValueError, ["v", "8", "9"]),
+    "N % K": ({"q": random(0, 7, 3, H)}, ValueError, ["N = 3", "K = 2"]),
+    "float starts": ({"cu_seqlens_q": [0.0, 7.0]}, TypeError, ["cu_seqlens_q", "float64"]),
+    "no starts": (
+        {"cu_seqlens_q": np.zeros(0, int)},
+        ValueError,
+        ["cu_seqlens_q", "[B + 1]", "(0,)"],
+    ),
+    "starts of two axes": ({"cu_seqlens_k": [[0, 9]]}, ValueError, ["cu_seqlens_k", (1, 2)]),
+    "scalar starts": ({"cu_seqlens_k": 9}, ValueError, ["cu_seqlens_k", "()"]),
+    "starts at 1": ({"cu_seqlens_q": [1, 3, 3, 7]}, ValueError, ["cu_seqlens_q", "0", "1 ... 7"]),
+    "ends early": ({"cu_seqlens_k": [0, 4, 5, 8]}, ValueError, ["cu_seqlens_k", "9", "0 ... 8"]),
+    "ends late": ({"cu_seqlens_q": [0, 3, 3, 8]}, ValueError, ["cu_seqlens_q", "7", "0 ... 8"]),
+    "falling starts": (
+        {"cu_seqlens_q": [0, 5, 3, 7]},
+        ValueError,
+        ["cu_seqlens_q", "decrease", "3 follows 5"],
+    ),
+    "falling starts that wrap": (
+        {"cu_seqlens_q": np.array([0, 2**63 + 5, 7], np.uint64)},
+        ValueError,
+        ["cu_seqlens_q", 2**63 + 5],
+    ),
+    "other number of sequences": (
+        {"cu_seqlens_k": [0, 9]},
+        ValueError,
+        ["cu_seqlens_k", "1 ", "cu_seqlens_q", "3"],
+    ),
+    "causal without offset": (
+        {"is_causal": True, "cu_seqlens_k": [0, 3, 5, 9]},
+        ValueError,
+        ["is_causal", "query_offset", "sequence 1", "T = 0", "S = 2", "S - T = 2"],
+    ),
+    "window without offset": (
+        {"local_window_size": (None, 2)},
+        ValueError,
+        ["local_window_size", "sequence 0", "T = 3", "S = 4"],
+    ),
+    "slopes without offset": ({"alibi_slopes": np.ones(N)}, ValueError, ["alibi_slopes"]),
+    "two offsets": ({"query_offset": [0, 0]}, ValueError, ["query_offset", (2,), (3,)]),
+    "slopes": ({"alibi_slopes": np.ones((2, N)), "query_offset": 0}, ValueError, ["(3, 4)"]),
+    "sinks": ({"sinks": np.ones(3)}, ValueError, ["sinks", (3,), (N,)]),
+    "softcap": ({"softcap": -1}, ValueError, ["softcap", "-1"]),
+    "scale": ({"scale": "1"}, TypeError, ["scale", "'1'"]),
+    "causal": ({"is_causal": 1}, TypeError, ["is_causal", "1"]),
+    "return_lse": ({"return_lse": 1}, TypeError, ["return_lse", "1"]),
+    "shape of out": (
+        {"out": np.full((1, 7, N, HV), 7, F32)},
+        ValueError,
+        ["out", (1, 7, N, HV), (7, N, HV)],
+    ),
+    "out of float64": ({"out": np.full((7, N, HV), 7.0)}, TypeError, ["out", "float64"]),
+    "threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
+}
+
+
+@pytest.mark.parametrize("given, error, names", VARLEN_FAULTS.values(), ids=VARLEN_FAULTS)
+def test_varlen_refuses(given, error, names):
+    arguments = {**varlen_arguments(), **given}
+    refused(lambda: reference.varlen_attention(**arguments), error, *names)
+    assert (np.asarray(arguments["out"]) == 7).all()
+
+
+# ------------------------------------------------------------------ merge_states
+
+
+def states():
+    return [random(0, B, T, N, HV), random(1, B, T, N), random(2, B, T, N, HV), random(3, B, T, N)]
+
+
+@pytest.mark.parametrize(
+    "place, value, error, names",
+    [
+        (0, np.ones((B, T, N, HV), int), TypeError, ["out_a", "int64"]),
+        (0, F32(1), ValueError, ["out_a", "[..., Hv]"]),
+        (1, random(1, B, T, N, dtype=F64), TypeError, ["lse_a", "float64", "float32"]),
+        (1, random(1, B, T, HV), ValueError, ["lse_a", (B, T, HV), (B, T, N), "out_a"]),
+        (2, random(2, B, T, N, HV, dtype=F64), TypeError, ["out_b", "float64", "float32"]),
+        (2, random(2, B, T, N, 5), ValueError, ["out_b", (B, T, N, 5), (B, T, N, HV)]),
+        (3, random(3, B, T, N, 1), ValueError, ["lse_b", (B, T, N, 1), (B, T, N)]),
+        (3, np.ones((B, T, N), np.float16), TypeError, ["lse_b", "float16"]),
+        (4, random(2, B, N, T, HV), ValueError, ["more[0]", (B, N, T, HV), (B, T, N, HV)]),
+        (5, random(2, B, N, T), ValueError, ["more[1]", (B, N, T), (B, T, N), "more[0]"]),
+        (1, masked(random(1, B, T, N)), TypeError, ["lse_a", "mask"]),
+    ],
+)
+def test_merge_refuses(place, value, error, names):
+    parts = [*states(), *states()[:2]]
+    parts[place] = value
+    refused(lambda: reference.merge_states(*parts), error, *names)
+
+
+def test_merge_refuses_an_out_without_lse():
+    refused(lambda: reference.merge_states(*states(), states()[0]), TypeError, "more", "pairs", "1")
+    refused(lambda: reference.merge_states(*states()[:3]), TypeError, "lse_b")
+
+
+# ------------------------------------------------------------------ attention_weights
+
+
+def weights_arguments():
+    return {"q": random(0, B, T, N, H), "k": random(1, B, S, K, H), "lse": random(2, B, T, N)}
+
+
+WEIGHTS_ARGUMENT_FAULTS = {
+    "q": ({"q": random(0, B, T, N)}, ValueError, ["k", "[S, K, H]"]),
+    "k": ({"k": random(1, B, S, K, 7)}, ValueError, ["k", "H = 7"]),
+    "mixture": ({"k": random(1, B, S, K, H, dtype=F64)}, TypeError, ["k", "float64"]),
+    "shape of lse": ({"lse": random(2, B, N, T)}, ValueError, ["lse", (B, N, T), (B, T, N)]),
+    "lse of float64": ({"lse": random(2, B, T, N, dtype=F64)}, TypeError, ["lse", "float64"]),
+    "no lse": ({"lse": None}, TypeError, ["lse"]),
+    "one row": ({"rows": 1}, ValueError, ["rows", "[R]", "()"]),
+    "float rows": ({"rows": [1.0]}, TypeError, ["rows", "float64"]),
+    "boolean rows": ({"rows": np.ones(T, bool)}, TypeError, ["rows", "bool"]),
+    "negative row": ({"rows": [0, -1]}, ValueError, ["rows", "T - 1 = 2", "-1 ... 0"]),
+    "row beyond T": ({"rows": [3]}, ValueError, ["rows", "T - 1 = 2", "3 ... 3"]),
+    "reduce": ({"reduce": "rows"}, ValueError, ["reduce", "'queries'", "'rows'"]),
+    "reduce an axis": ({"reduce": -1}, TypeError, ["reduce", "'keys'", "-1"]),
+    "mask": ({"mask": np.ones((T, S))}, TypeError, ["mask", "bias"]),
+    "bias": ({"bias": np.ones((S, T))}, ValueError, ["bias", (S, T), (B, N, T, S)]),
+    "softcap": ({"softcap": 0}, ValueError, ["softcap", "0"]),
+    "scale": ({"scale": np.nan}, ValueError, ["scale", "nan"]),
+    "causal": ({"is_causal": True}, ValueError, ["is_causal", "query_offset"]),
+    "window": ({"local_window_size": -2}, ValueError, ["local_window_size", "-2"]),
+    "slopes": (
+        {"alibi_slopes": np.ones(3), "query_offset": 0},
+        ValueError,
+        ["alibi_slopes", (3,), (N,)],
+    ),
+    "lengths": ({"query_seq_lengths": [4, 1]}, ValueError, ["query_seq_lengths", "4"]),
+    "sinks": ({"sinks": np.ones(N)}, TypeError, ["sinks"]),
+    "threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
+    "shape of out": (
+        {"out": np.full((B, N, T, 4), 7, F32)},
+        ValueError,
+        ["out", (B, N, T, 4), (B, N, T, S)],
+    ),
+    "out of the rows": (
+        {"out": np.full((B, N, T, S), 7, F32), "rows": [0]},
+        ValueError,
+        ["out", (B, N, 1, S)],
+    ),
+    "out summed over queries": (
+        {"out": np.full((B, N, T), 7, F32), "reduce": "queries"},
+        ValueError,
+        ["out", (B, N, S)],
+    ),
+    "out summed over keys": (
+        {"out": np.full((B, N, S), 7, F32), "reduce": "keys"},
+        ValueError,
+        ["out", (B, N, T)],
+    ),
+    "out of float64": ({"out": np.full((B, N, T, S), 7.0)}, TypeError, ["out", "float64"]),
+}
+
+
+@pytest.mark.parametrize(
+    "given, error, names", WEIGHTS_ARGUMENT_FAULTS.values(), ids=WEIGHTS_ARGUMENT_FAULTS
+)
+def test_weights_refuse(given, error, names):
+    arguments = {**weights_arguments(), **given}
+    refused(lambda: reference.attention_weights(**arguments), error, *names)
+    if "out" in given:
+        assert (given["out"] == 7).all()
+
+
 # ------------------------------------------------------------------ smaller checks
 
 

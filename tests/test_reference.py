@@ -1,6 +1,7 @@
 """The reference against loops in plain Python, and against the meaning that is pinned for it."""
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -144,16 +145,25 @@ def solved_by_loops(q, k, v, scores, mask):
     return attention_by_loops(q, k, v, **scores, **(mask | whole))
 
 
-@given(problems(), st.sampled_from([1, 7, 1 << 20]))
-def test_attention_equals_loops(problem, scores_at_once):
+@given(problems(), st.sampled_from([1, 7, 1 << 20]), st.data())
+def test_attention_and_its_weights_equal_loops(problem, scores_at_once, data):
     (q, k, v), scores, mask = problem
-    y, lse, _ = solved_by_loops(q, k, v, scores, mask)
+    y, lse, w = solved_by_loops(q, k, v, scores, mask)
     options = as_options(scores, mask)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "SCORES_AT_ONCE", scores_at_once)
         got = reference.dot_product_attention(q, k, v, return_lse=True, **options)
         np.testing.assert_allclose(got[0], y, **CLOSE)
         np.testing.assert_allclose(got[1], lse, **CLOSE)
+        del options["sinks"]
+        T = q.shape[1]
+        rows = data.draw(st.none() | st.lists(st.integers(0, T - 1), max_size=T + 2))
+        if rows is not None:
+            w = w[:, :, rows]
+            options["rows"] = np.array(rows, int)
+        for reduce, expected in ((None, w), ("queries", w.sum(axis=2)), ("keys", w.sum(axis=3))):
+            weights = reference.attention_weights(q, k, got[1], reduce=reduce, **options)
+            np.testing.assert_allclose(weights, expected, **CLOSE)
 
 
 @given(problems())
@@ -423,9 +433,10 @@ def test_alibi_falls_with_the_distance_from_the_absolute_position():
     q, k, v = np.zeros((2, 1, 2, 1)), np.zeros((2, 3, 1, 1)), np.zeros((2, 3, 1, 1))
     options = {"alibi_slopes": [[0.0, 1.0], [2.0, -1.0]], "query_offset": [0, 1]}
     _, lse = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+    w = reference.attention_weights(q, k, lse, **options)[:, :, 0]
     distances = np.array([[[0, 1, 2]] * 2, [[1, 0, 1]] * 2])
     exact = np.exp(-np.array(options["alibi_slopes"])[..., None] * distances)
-    np.testing.assert_allclose(lse[:, 0], np.log(exact.sum(axis=-1)), **CLOSE)
+    np.testing.assert_allclose(w, exact / exact.sum(axis=-1, keepdims=True), **CLOSE)
 
 
 def test_a_bias_in_any_floating_type_and_layout_is_the_same_bias():
@@ -486,6 +497,8 @@ def test_sinks_are_one_more_score_without_a_value():
     np.testing.assert_allclose(y, plain * np.exp(plain_lse - lse)[..., None], **CLOSE)
     _, lse = reference.dot_product_attention(q, k, v, sinks=[0.0, 0.0], return_lse=True)
     np.testing.assert_allclose(np.exp(lse), 1 + np.exp(plain_lse), **CLOSE)  # off by one
+    w = reference.attention_weights(q, k, lse, reduce="keys")
+    np.testing.assert_allclose(w[0].T, np.exp(plain_lse - lse)[0], **CLOSE)
 
 
 def test_a_row_that_sees_nothing_has_its_sink_for_lse_unless_beyond_its_length():
@@ -519,6 +532,161 @@ def test_halves_are_rounded_once_and_have_a_float32_lse(dtype):
     out = np.empty(y.shape, np.float32)
     assert reference.dot_product_attention(q, k, v, out=out) is out
     np.testing.assert_array_equal(out, wide.astype(np.float32))
+    assert reference.attention_weights(q, k, lse).dtype == np.float32
+
+
+# ------------------------------------------------------------------ packed sequences
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "query_offset": [1, 0, 2, 0, -1]},
+        {"local_window_size": (1, 2), "query_offset": 1, "softcap": 0.7},
+        {"alibi_slopes": np.arange(20.0).reshape(5, 4), "query_offset": [0, 0, 3, 0, 1]},
+        {"alibi_slopes": np.arange(4.0), "query_offset": 2, "sinks": [0, -INF, 1, 2]},
+        {"scale": -0.5, "sinks": np.zeros(4)},
+    ],
+)
+def test_packed_sequences_equal_each_alone(options):
+    starts_q, starts_k = np.array([0, 3, 3, 7, 9, 10]), np.array([0, 4, 6, 6, 8, 13])
+    q, k, v = (a[0] for a in qkv(B=1, T=10, S=13))
+    y, lse = reference.varlen_attention(q, k, v, starts_q, starts_k, return_lse=True, **options)
+    assert y.shape == (10, 4, 2)
+    assert lse.shape == (10, 4)
+    for b in range(5):
+        queries, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        own = dict(options)
+        if np.ndim(own.get("query_offset")) == 1:
+            own["query_offset"] = own["query_offset"][b]
+        if np.ndim(own.get("alibi_slopes")) == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][b]
+        alone = reference.dot_product_attention(
+            q[queries], k[keys], v[keys], return_lse=True, **own
+        )
+        np.testing.assert_array_equal(y[queries], alone[0])
+        np.testing.assert_array_equal(lse[queries], alone[1])
+
+
+def test_packed_sequences_of_equal_lengths_need_no_offset_and_none_give_nothing():
+    q, k, v = (a[0] for a in qkv(B=1, T=5, S=5))
+    y = reference.varlen_attention(q, k, v, [0, 2, 5], [0, 2, 5], is_causal=True)
+    np.testing.assert_array_equal(y[2:], reference.dot_product_attention(
+        q[2:], k[2:], v[2:], is_causal=True))  # fmt: skip
+    out = np.empty_like(y)
+    assert reference.varlen_attention(
+        q, k, v, [0, 2, 5], [0, 2, 5], is_causal=True, out=out
+    ) is out  # fmt: skip
+    np.testing.assert_array_equal(out, y)
+    y, lse = reference.varlen_attention(q[:0], k[:0], v[:0], [0], [0], return_lse=True)
+    assert (y.shape, lse.shape) == ((0, 4, 2), (0, 4))
+
+
+# ------------------------------------------------------------------ merging
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("cuts", [(4,), (1, 9), (3, 3, 7), (0, 12)])
+def test_merged_parts_of_the_keys_equal_the_whole(cuts, dtype):
+    q, k, v = qkv(T=6, S=12, dtype=dtype)
+    options = {"mask": np.random.default_rng(0).random((2, 1, 6, 12)) < 0.4}
+    options["mask"][:, :, 2] = False
+    whole = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+    parts = []
+    for start, stop in itertools.pairwise((0, *cuts, 12)):
+        keys = slice(start, stop)
+        y, lse = reference.dot_product_attention(
+            q, k[:, keys], v[:, keys], mask=options["mask"][..., keys], return_lse=True
+        )
+        y[lse == -INF] = NAN  # nobody looks there
+        parts += [y, lse]
+    merged = reference.merge_states(*parts)
+    # Each part has been rounded by itself: its out by eps, its weight by eps of its LSE.
+    eps = float(np.finfo(dtype).eps)
+    size = 2 + np.abs(np.where(np.isinf(whole[1]), 0, whole[1])).max()
+    for got, expected in zip(merged, whole, strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(
+            got, expected, rtol=4 * eps, atol=4 * eps * size * np.abs(v).max()
+        )
+
+
+def test_merging_keeps_sinks_that_one_part_has():
+    q, k, v = qkv(T=3, S=6)
+    sinks = np.array([1.0, 2.0, -INF, 0.0])
+    whole = reference.dot_product_attention(q, k, v, sinks=sinks, return_lse=True)
+    first = reference.dot_product_attention(q, k[:, :2], v[:, :2], sinks=sinks, return_lse=True)
+    rest = reference.dot_product_attention(q, k[:, 2:], v[:, 2:], return_lse=True)
+    for got, expected in zip(reference.merge_states(*first, *rest), whole, strict=True):
+        np.testing.assert_allclose(got, expected, **CLOSE)
+
+
+def test_merging_spreads_nan_and_takes_any_number_of_axes():
+    out, lse = np.array([[1.0], [2.0]]), np.array([0.0, 1.0])
+    y, total = reference.merge_states(out, lse, np.array([[NAN], [NAN]]), np.array([-INF, -900.0]))
+    np.testing.assert_array_equal(y, [[1.0], [NAN]])
+    np.testing.assert_array_equal(total, lse)
+    _, total = reference.merge_states(out, lse, out, np.array([NAN, 1.0]))
+    np.testing.assert_allclose(total, [NAN, 1 + math.log(2)])
+    y, total = reference.merge_states(out[0], lse[0], out[1], lse[1])
+    assert (y.shape, total.shape) == ((1,), ())
+    nothing = np.full(2, -INF)
+    y, total = reference.merge_states(out * NAN, nothing, out, nothing)
+    assert not y.any()
+    assert (total == -INF).all()
+
+
+def test_merged_halves_are_halves():
+    out, lse = np.ones((3, 2), np.float16), np.zeros(3, np.float32)
+    y, total = reference.merge_states(out, lse, 3 * out, lse)
+    assert (y.dtype, total.dtype) == (np.float16, np.float32)
+    assert (y == 2).all()
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_weights_times_values_are_attention():
+    q, k, v = qkv(N=4, K=2)
+    y, lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    w = reference.attention_weights(q, k, lse)
+    np.testing.assert_allclose(np.einsum("bnts,bsnh->btnh", w, v.repeat(2, axis=2)), y, **CLOSE)
+
+
+def test_weights_of_rows_without_an_lse_are_zero_and_of_a_nan_only_where_seen():
+    q, k, v = qkv(B=1, T=4, S=4, N=1, K=1)
+    _, lse = reference.dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    lse[0, 1], lse[0, 2] = -INF, NAN
+    q[0, 1] = NAN
+    k[0, 3] = NAN
+    w = reference.attention_weights(q, k, lse, is_causal=True)[0, 0]
+    assert not w[1].any()
+    np.testing.assert_array_equal(np.isnan(w), [[0] * 4, [0] * 4, [1, 1, 1, 0], [0, 0, 0, 1]])
+
+
+@pytest.mark.parametrize("size", [{"T": 0}, {"S": 0}, {"B": 0}])
+@pytest.mark.parametrize("reduce", [None, "queries", "keys"])
+def test_weights_of_empty_axes(size, reduce):
+    q, k, _ = qkv(**{"B": 2, "T": 3, "S": 4} | size)
+    (B, T, N), S = q.shape[:3], k.shape[1]
+    shape = {None: (B, N, T, S), "queries": (B, N, S), "keys": (B, N, T)}[reduce]
+    w = reference.attention_weights(q, k, np.zeros((B, T, N)), reduce=reduce)
+    assert w.shape == shape
+    if 0 in (T, S):
+        assert not w.any()
+
+
+@pytest.mark.parametrize("reduce", [None, "queries", "keys"])
+def test_weights_without_batch_axis_and_into_out(reduce):
+    q, k, v = qkv(B=1, dtype=np.float32)
+    _, lse = reference.dot_product_attention(q, k, v, return_lse=True)
+    whole = reference.attention_weights(q, k, lse, reduce=reduce, rows=[2, 2, 0])
+    assert whole.dtype == np.float32
+    out = np.empty_like(whole[0])
+    got = reference.attention_weights(q[0], k[0], lse[0], reduce=reduce, rows=[2, 2, 0], out=out)
+    assert got is out
+    np.testing.assert_array_equal(out, whole[0])
 
 
 # ------------------------------------------------------------------ LayerNorm

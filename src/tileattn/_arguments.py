@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,33 @@ class AttentionArguments(NamedTuple):
     has_batch: bool
     scores: Scores
     visibility: Visibility
+    out: Array | None
+
+
+class VarlenArguments(NamedTuple):
+    """What `check_varlen` found; sequence b has the rows starts[b] to starts[b + 1]."""
+
+    q: Array  # [total_q, N, H]
+    k: Array
+    v: Array
+    query_starts: Integers  # [B + 1]
+    key_starts: Integers  # [B + 1]
+    scores: Scores
+    visibility: Visibility
+    out: Array | None
+
+
+class WeightsArguments(NamedTuple):
+    """What `check_attention_weights` found, with the B axis in place."""
+
+    q: Array
+    k: Array
+    lse: Array
+    has_batch: bool
+    scores: Scores
+    visibility: Visibility
+    rows: Integers | None
+    reduce: Literal["queries", "keys"] | None
     out: Array | None
 
 
@@ -175,6 +202,165 @@ def check_attention(
         check_sinks(sinks, N, q.dtype),
     )
     return AttentionArguments(q, k, v, has_batch, scores, visibility, out)
+
+
+def check_varlen(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    is_causal: bool,
+    query_offset: npt.ArrayLike | None,
+    local_window_size: Window,
+    alibi_slopes: npt.ArrayLike | None,
+    sinks: npt.ArrayLike | None,
+    out: Array | None,
+) -> VarlenArguments:
+    """Check a call of attention on sequences of several lengths, packed one after the other."""
+    q, k, has_batch = check_queries_and_keys(q, k)
+    if has_batch:
+        raise ValueError(f"q must have the axes [total_q, N, H], not shape {q.shape}")
+    v = check_values(v, q, k, has_batch)
+    _, total, N, H = q.shape
+    query_starts = check_starts("cu_seqlens_q", cu_seqlens_q, "q", total)
+    key_starts = check_starts("cu_seqlens_k", cu_seqlens_k, "k", k.shape[1])
+    B = len(query_starts) - 1
+    if len(key_starts) - 1 != B:
+        raise ValueError(
+            f"cu_seqlens_k is of {len(key_starts) - 1} sequences, but cu_seqlens_q is of {B}"
+        )
+    if out is not None:
+        check_out(out, (total, N, v.shape[3]), q.dtype, q=q, k=k, v=v)
+    causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
+    lengths = np.stack([np.diff(query_starts), np.diff(key_starts)], axis=1)
+    ragged = np.flatnonzero(lengths[:, 0] != lengths[:, 1])
+    T, S = lengths[ragged[0]].tolist() if len(ragged) else (0, 0)
+    offset = check_query_offset(
+        query_offset,
+        B,
+        T,
+        S,
+        needed_by=_what_needs_positions(causal, window, alibi_slopes),
+        where=f" in sequence {ragged[0]}" if len(ragged) else "",
+    )
+    scores = Scores(
+        check_scale(scale, H),
+        check_softcap(softcap, q.dtype),
+        None,
+        check_alibi_slopes(alibi_slopes, B, N, q.dtype),
+        check_sinks(sinks, N, q.dtype),
+    )
+    visibility = Visibility(causal, offset, None, None, window)
+    return VarlenArguments(q[0], k[0], v[0], query_starts, key_starts, scores, visibility, out)
+
+
+def check_attention_weights(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    lse: npt.ArrayLike,
+    *,
+    rows: npt.ArrayLike | None,
+    reduce: str | None,
+    bias: npt.ArrayLike | None,
+    mask: npt.ArrayLike | None,
+    scale: float | None,
+    softcap: float | None,
+    is_causal: bool,
+    query_offset: npt.ArrayLike | None,
+    local_window_size: Window,
+    query_seq_lengths: npt.ArrayLike | None,
+    key_value_seq_lengths: npt.ArrayLike | None,
+    alibi_slopes: npt.ArrayLike | None,
+    out: Array | None,
+) -> WeightsArguments:
+    """Check a call that asks for weights, given the LSE of the rows."""
+    q, k, has_batch = check_queries_and_keys(q, k)
+    B, T, N, H = q.shape
+    S = k.shape[1]
+    dtype = arithmetic_type(q.dtype)
+    lse = check_array("lse", lse, dtype)
+    expected = (B, T, N) if has_batch else (T, N)
+    if lse.shape != expected:
+        raise ValueError(f"lse has shape {lse.shape}, expected {expected}")
+    rows = check_rows(rows, T)
+    if reduce is not None and not isinstance(reduce, str):
+        raise TypeError(f"reduce must be 'queries', 'keys' or None, not {reduce!r}")
+    if reduce not in (None, "queries", "keys"):
+        raise ValueError(f"reduce must be 'queries', 'keys' or None, not {reduce!r}")
+    shape = (B, N, T, S) if has_batch else (N, T, S)
+    mask, bias = check_mask(mask, shape), check_bias(bias, shape)
+    if out is not None:
+        expected = (B, N)[not has_batch :]
+        if reduce != "queries":
+            expected += (T if rows is None else len(rows),)
+        if reduce != "keys":
+            expected += (S,)
+        check_out(out, expected, dtype, q=q, k=k, lse=lse, mask=mask, bias=bias)
+        if not has_batch:
+            out = out[None]
+    visibility = check_visibility(
+        B,
+        T,
+        S,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        alibi_slopes=alibi_slopes,
+        mask=mask,
+    )
+    scores = Scores(
+        check_scale(scale, H),
+        check_softcap(softcap, q.dtype),
+        bias,
+        check_alibi_slopes(alibi_slopes, B if has_batch else None, N, q.dtype),
+    )
+    return WeightsArguments(
+        q,
+        k,
+        lse if has_batch else lse[None],
+        has_batch,
+        scores,
+        visibility,
+        rows,
+        cast(Literal["queries", "keys"] | None, reduce),
+        out,
+    )
+
+
+def check_states(
+    out_a: npt.ArrayLike,
+    lse_a: npt.ArrayLike,
+    out_b: npt.ArrayLike,
+    lse_b: npt.ArrayLike,
+    more: tuple[npt.ArrayLike, ...],
+) -> list[tuple[Array, Array]]:
+    """Check two or more pairs of results and their LSE; all of one shape and type."""
+    if len(more) % 2:
+        raise TypeError(f"more must be pairs of an out and its lse, but {len(more)} arrays came")
+    values = (out_a, lse_a, out_b, lse_b, *more)
+    names = ("out_a", "lse_a", "out_b", "lse_b", *(f"more[{i}]" for i in range(len(more))))
+    parts: list[tuple[Array, Array]] = []
+    for i in range(0, len(values), 2):
+        dtype = parts[0][0].dtype if parts else None
+        out = check_array(names[i], values[i], dtype, halves=True)
+        lse = check_array(names[i + 1], values[i + 1], arithmetic_type(out.dtype))
+        if out.ndim == 0:
+            raise ValueError(f"{names[i]} must have at least one axis, [..., Hv]")
+        if parts and out.shape != parts[0][0].shape:
+            raise ValueError(f"{names[i]} has shape {out.shape}, expected {parts[0][0].shape}")
+        if lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"{names[i + 1]} has shape {lse.shape}, expected {out.shape[:-1]} since "
+                f"{names[i]} has {out.shape}"
+            )
+        parts.append((out, lse))
+    return parts
 
 
 def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, Array, bool]:
@@ -602,6 +788,38 @@ def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> 
     return np.ascontiguousarray(array, np.int64)
 
 
+def check_starts(name: str, value: npt.ArrayLike, packed: str, total: int) -> Integers:
+    """Where each sequence starts, and the end of the last, as a copy [B + 1]."""
+    array = as_integers(name, value)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} must be of shape [B + 1], not {array.shape}")
+    starts = np.array(array, np.int64, order="C")
+    if starts[0] != 0 or starts[-1] != total:
+        raise ValueError(
+            f"{name} must start at 0 and end at {total}, the rows of {packed}, "
+            f"not {starts[0]} ... {starts[-1]}"
+        )
+    falls = np.flatnonzero(starts[1:] < starts[:-1])
+    if len(falls):
+        b = falls[0]
+        raise ValueError(f"{name} must not decrease, but {starts[b + 1]} follows {starts[b]}")
+    return starts
+
+
+def check_rows(rows: npt.ArrayLike | None, T: int) -> Integers | None:
+    """Positions of queries as a copy [R]."""
+    if rows is None:
+        return None
+    array = as_integers("rows", rows)
+    if array.ndim != 1:
+        raise ValueError(f"rows must be of shape [R], not {array.shape}")
+    if array.size and (array.min() < 0 or array.max() >= T):
+        raise ValueError(
+            f"rows must lie between 0 and T - 1 = {T - 1}, got {array.min()} ... {array.max()}"
+        )
+    return np.array(array, np.int64, order="C")
+
+
 def check_query_offset(
     query_offset: npt.ArrayLike | None,
     B: int,
@@ -609,12 +827,13 @@ def check_query_offset(
     S: int,
     *,
     needed_by: str | None,
+    where: str = "",
 ) -> Integers | None:
     """The position of query row 0 in each sequence; None for 0 in all."""
     if query_offset is None:
         if needed_by is not None and T != S:
             raise ValueError(
-                f"{needed_by} with T = {T} queries and S = {S} keys needs query_offset, the "
+                f"{needed_by} with T = {T} queries and S = {S} keys{where} needs query_offset, the "
                 f"position of the first query: 0 aligns it with the first key, S - T = {S - T} the "
                 f"last query with the last key"
             )

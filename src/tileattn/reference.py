@@ -2,7 +2,8 @@
 
 `dot_product_attention` and `attention_block` stand here once more, with the same arguments and the
 same checks, written to be read; `layer_norm` is a LayerNorm made and called in one. There are no
-classes here: an AttentionBlock's arguments and those of its call go to `attention_block`.
+classes here: an AttentionBlock's arguments and those of its call go to `attention_block`. Attention
+of packed sequences, the merging of results and the weights themselves stand beside them.
 
 All arithmetic is float64, whatever comes in; the result has the dtype of the input. So float64
 inputs give the oracle, and other inputs give the oracle rounded once.
@@ -30,10 +31,13 @@ from tileattn._arguments import (
     Window,
     arithmetic_type,
     check_attention,
+    check_attention_weights,
     check_block_inputs,
     check_block_weights,
     check_flag,
     check_norm_inputs,
+    check_states,
+    check_varlen,
     check_window,
 )
 from tileattn.block import DEFAULT_NORM, LayerNorm
@@ -41,8 +45,11 @@ from tileattn.config import resolve_threads
 
 __all__ = [
     "attention_block",
+    "attention_weights",
     "dot_product_attention",
     "layer_norm",
+    "merge_states",
+    "varlen_attention",
     "visible",
 ]
 
@@ -242,6 +249,265 @@ def dot_product_attention(
     y, lse = (y_BTNH, lse_BTN) if a.has_batch else (y_BTNH[0], lse_BTN[0])
     y = _deliver(y, out)
     return (y, lse) if return_lse else y
+
+
+@np.errstate(all="ignore")
+def varlen_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+    query_offset: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array | tuple[Array, Array]:
+    """Compute the attention of sequences of several lengths, packed one after the other.
+
+    Parameters
+    ----------
+    q : float32, float64, float16 or bfloat16 [total_q,N,H]
+        Queries of all sequences.
+    k, v : [total_k,K,H], [total_k,K,Hv], of the same dtype
+        Keys and values of all sequences.
+    cu_seqlens_q, cu_seqlens_k : int[B+1]
+        Sequence b has the queries from cu_seqlens_q[b] to cu_seqlens_q[b + 1], and the keys
+        likewise. The first is 0, the last the total; they do not decrease.
+    scale, softcap, is_causal, local_window_size, alibi_slopes, sinks
+        As in :func:`dot_product_attention`, in each sequence.
+    query_offset : int or int[B], optional
+        Position of each sequence's first query among its keys. Needed where a position means
+        something and any sequence has not as many queries as keys.
+    return_lse : bool
+        Also return the log-sum-exp of each row's scores and its sink.
+    out : array [total_q,N,Hv] of q's dtype, optional
+        Filled, once everything is computed, and returned; float32 for float16 and bfloat16 too.
+    num_threads : int, optional
+        Accepted as in :func:`dot_product_attention`; NumPy decides.
+
+    Returns
+    -------
+    out : [total_q,N,Hv] of q's dtype
+        Zeros in rows that see nothing.
+    lse : [total_q,N] of float64 for float64, else float32
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where dtypes, shapes or starts do not fit together.
+
+    Examples
+    --------
+    >>> q = k = np.ones((3, 1, 8))
+    >>> v = np.array([2.0, 4.0, 7.0]).reshape(3, 1, 1)
+    >>> varlen_attention(q, k, v, [0, 2, 3], [0, 2, 3]).ravel()
+    array([3., 3., 7.])
+    """
+    a = check_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        local_window_size=local_window_size,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+    )
+    return_lse = check_flag("return_lse", return_lse)
+    resolve_threads(num_threads)
+    total, N, _ = a.q.shape
+    y = np.empty((total, N, a.v.shape[-1]), dtype=a.q.dtype if out is None else out.dtype)
+    lse = np.empty((total, N), dtype=arithmetic_type(a.q.dtype))
+    for b in range(len(a.query_starts) - 1):
+        queries = slice(a.query_starts[b], a.query_starts[b + 1])
+        keys = slice(a.key_starts[b], a.key_starts[b + 1])
+        y[queries], lse[queries] = _attend(
+            a.q[queries], a.k[keys], a.v[keys], a.scores, a.visibility, b
+        )
+    y = _deliver(y, out)
+    return (y, lse) if return_lse else y
+
+
+@np.errstate(all="ignore")
+def merge_states(
+    out_a: npt.ArrayLike,
+    lse_a: npt.ArrayLike,
+    out_b: npt.ArrayLike,
+    lse_b: npt.ArrayLike,
+    *more: npt.ArrayLike,
+) -> tuple[Array, Array]:
+    """Merge attention over parts of the keys into attention over all of them.
+
+    Parameters
+    ----------
+    out_a, out_b : float32, float64, float16 or bfloat16 [...,Hv]
+        Attention over two parts of the keys.
+    lse_a, lse_b : [...] of float64 for float64, else float32
+        The log-sum-exp of each. A row with -inf has seen nothing, and its out is not looked at.
+    *more
+        Further parts: out, lse, out, lse, ...
+
+    Returns
+    -------
+    out : [...,Hv] of out_a's dtype
+        Zeros in rows where no part has seen anything.
+    lse : [...] of lse_a's dtype
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where dtypes or shapes do not fit together.
+
+    Notes
+    -----
+    Sinks belong to the LSE of one part only, or they count several times.
+
+    Examples
+    --------
+    >>> q, kv = np.ones((1, 1, 1)), np.arange(5.0).reshape(5, 1, 1)
+    >>> part = lambda *keys: dot_product_attention(q, kv[keys,], kv[keys,], return_lse=True)
+    >>> whole, _ = part(0, 1, 2, 3, 4)
+    >>> out, lse = merge_states(*part(0, 3), *part(1), *part(2, 4))
+    >>> np.allclose(out, whole)
+    True
+    """
+    parts = check_states(out_a, lse_a, out_b, lse_b, more)
+    outs = [_float64(out) for out, _ in parts]
+    lses = np.stack([_float64(lse) for _, lse in parts])
+    max_lse = lses.max(axis=0)
+    # -inf - -inf would be NaN: where all weights are 0, any finite maximum serves.
+    max_lse = np.where(max_lse == -np.inf, 0.0, max_lse)
+    weights = np.exp(lses - max_lse)
+    total = weights.sum(axis=0)
+    y = np.zeros(outs[0].shape)
+    for out, lse, weight in zip(outs, lses, weights, strict=True):
+        # 0 * NaN is NaN: what has seen nothing is left out.
+        y += np.where(lse[..., None] == -np.inf, 0.0, weight[..., None] * out)
+    y /= np.where(total == 0, 1.0, total)[..., None]
+    dtypes = [array.dtype for array in parts[0]]
+    return y.astype(dtypes[0]), (max_lse + np.log(total)).astype(dtypes[1])
+
+
+@np.errstate(all="ignore")
+def attention_weights(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    lse: npt.ArrayLike,
+    *,
+    rows: npt.ArrayLike | None = None,
+    reduce: str | None = None,
+    bias: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+    query_offset: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
+    query_seq_lengths: npt.ArrayLike | None = None,
+    key_value_seq_lengths: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """Compute the weights exp(score - lse) that attention gives to its values.
+
+    Parameters
+    ----------
+    q : float32, float64, float16 or bfloat16 [B,T,N,H]
+        Queries.
+    k : [B,S,K,H], of the same dtype
+        Keys. q and k may both lack the B axis.
+    lse : [B,T,N] of float64 for float64, else float32
+        What attention with these options returned. With sinks it holds them, so they are no option
+        here. A row with -inf gives zeros.
+    rows : int[R], optional
+        Only the weights of these queries, in this order.
+    reduce : "queries" or "keys", optional
+        Sum over the queries, those of `rows` if given, or over the keys.
+    bias, mask, scale, softcap, is_causal, query_offset, local_window_size
+        As in :func:`dot_product_attention`.
+    query_seq_lengths, key_value_seq_lengths, alibi_slopes
+        As in :func:`dot_product_attention`.
+    out : array of the result's shape and dtype, optional
+        Filled, once everything is computed, and returned.
+    num_threads : int, optional
+        Accepted as in :func:`dot_product_attention`; NumPy decides.
+
+    Returns
+    -------
+    [B,N,T,S], [B,N,S] if reduced over the queries, [B,N,T] if reduced over the keys
+        Of lse's dtype; R instead of T with `rows`, and no B axis if q has none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where dtypes or shapes do not fit together.
+
+    Examples
+    --------
+    >>> q = k = np.zeros((3, 1, 8))
+    >>> _, lse = dot_product_attention(q, k, k, is_causal=True, return_lse=True)
+    >>> attention_weights(q, k, lse, rows=[1, 0], is_causal=True)
+    array([[[0.5, 0.5, 0. ],
+            [1. , 0. , 0. ]]])
+    """
+    a = check_attention_weights(
+        q,
+        k,
+        lse,
+        rows=rows,
+        reduce=reduce,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        alibi_slopes=alibi_slopes,
+        out=out,
+    )
+    resolve_threads(num_threads)
+    (B, T, N, _), (_, S, K, _) = a.q.shape, a.k.shape
+    t = np.arange(T) if a.rows is None else a.rows
+    shapes = {None: (B, N, len(t), S), "queries": (B, N, S), "keys": (B, N, len(t))}
+    # A sum over the queries grows from block to block, and is rounded at the end.
+    w = np.zeros(shapes[a.reduce], np.float64 if a.reduce == "queries" else a.lse.dtype)
+    for b in range(B):
+        for head, heads in _groups(N, K):
+            k_SH = _float64(a.k[b, :, head])
+            for some in _row_blocks(len(t), (heads.stop - heads.start) * S):
+                score_GTS, sees_GTS = _score(
+                    a.q[b], k_SH, a.scores, a.visibility, b, heads, t[some]
+                )
+                lse_GT1 = _float64(a.lse[b, t[some], heads]).T[..., None]
+                weight_GTS = np.where(
+                    sees_GTS & (lse_GT1 != -np.inf), np.exp(score_GTS - lse_GT1), 0.0
+                )
+                if a.reduce == "queries":
+                    w[b, heads] += weight_GTS.sum(axis=1)
+                elif a.reduce == "keys":
+                    w[b, heads, some] = weight_GTS.sum(axis=2)
+                else:
+                    w[b, heads, some] = weight_GTS
+    w = w.astype(a.lse.dtype, copy=False)
+    return _deliver(w if a.has_batch else w[0], out)
 
 
 @np.errstate(all="ignore")
