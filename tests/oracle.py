@@ -16,12 +16,20 @@ except ImportError:
 else:
     HALVES = (np.float16, bfloat16)
 
+# Largest relative error of a number rounded to a half, and absolute one below its normal range.
+HALF_ROUNDING = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+
 GUARD = 64  # elements on each side of a guarded array
 
 
+def arithmetic(dtype):
+    """What arrays of that dtype are computed in."""
+    return np.float32 if np.dtype(dtype).name in HALF_ROUNDING else np.dtype(dtype).type
+
+
 def higher(dtype):
-    """A precision in which rounding does not count beside that of dtype."""
-    return np.float64 if dtype == np.float32 else np.longdouble
+    """A precision in which rounding does not count beside that of dtype's arithmetic."""
+    return np.float64 if arithmetic(dtype) == np.float32 else np.longdouble
 
 
 def gamma(n, dtype):
@@ -56,13 +64,35 @@ def remember(function):
 # ------------------------------------------------------------------ attention
 
 
-def visible(B, T, S, *, is_causal=False, query_offset=0, query_lengths=None, key_lengths=None):
-    """[B, T, S]: which query sees which key."""
+def positions(B, T, query_offset):
+    """[B, T]: where each query stands."""
+    return np.arange(T) + np.broadcast_to(0 if query_offset is None else query_offset, B)[:, None]
+
+
+def visible(
+    B,
+    T,
+    S,
+    *,
+    is_causal=False,
+    query_offset=0,
+    local_window_size=None,
+    query_lengths=None,
+    key_lengths=None,
+):
+    """[B, T, S]: which query sees which key, but for what a mask or a bias hides."""
     t, j = np.arange(T)[None, :, None], np.arange(S)[None, None, :]
-    offset = np.broadcast_to(0 if query_offset is None else query_offset, B)[:, None, None]
+    position = positions(B, T, query_offset)[:, :, None]
     sees = np.ones((B, T, S), bool)
     if is_causal:
-        sees &= j <= t + offset
+        sees &= j <= position
+    if not isinstance(local_window_size, tuple):
+        local_window_size = (local_window_size, local_window_size)
+    left, right = local_window_size
+    if left is not None:
+        sees &= j >= position - left
+    if right is not None:
+        sees &= j <= position + right
     if query_lengths is not None:
         sees &= t < np.asarray(query_lengths)[:, None, None]
     if key_lengths is not None:
@@ -77,8 +107,12 @@ class Scores(NamedTuple):
     k: np.ndarray  # [B, N, H, S]
     v: np.ndarray  # [B, N, S, Hv]
     scale: float
+    scaled: np.ndarray  # [B, N, T, S], scale * q k
+    capped: np.ndarray  # [B, N, T, S], the same where there is no cap
+    added: np.ndarray  # [B, N, T, S], sizes of what a bias and ALiBi add
     score: np.ndarray  # [B, N, T, S], -inf where unseen
-    weight: np.ndarray  # [B, N, T, S], each row of sum 1, or of zeros
+    sink: np.ndarray  # [B, N, T], -inf for none
+    weight: np.ndarray  # [B, N, T, S], each row and its sink of sum 1, or of zeros
     out: np.ndarray  # [B, N, T, Hv]
     lse: np.ndarray  # [B, N, T]
 
@@ -89,11 +123,17 @@ def evaluate(
     v,
     precision,
     *,
+    bias=None,
+    mask=None,
     scale=None,
+    softcap=None,
     query_seq_lengths=None,
     key_value_seq_lengths=None,
     is_causal=False,
     query_offset=None,
+    local_window_size=None,
+    alibi_slopes=None,
+    sinks=None,
 ):
     q, k, v = (np.asarray(x).astype(precision) for x in (q, k, v))
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
@@ -105,20 +145,48 @@ def evaluate(
         S,
         is_causal=is_causal,
         query_offset=query_offset,
+        local_window_size=local_window_size,
         query_lengths=query_seq_lengths,
         key_lengths=key_value_seq_lengths,
     )[:, None]
     q = q.swapaxes(1, 2)
     k, v = (np.repeat(x, N // K if K else 1, axis=2).swapaxes(1, 2) for x in (k, v))
     k = k.swapaxes(2, 3)
-    score = np.where(sees, precision(scale) * (q @ k), -np.inf)
-    top = score.max(axis=-1, keepdims=True, initial=-np.inf)
-    weight = np.exp(score - np.where(top == -np.inf, 0, top))
-    total = weight.sum(axis=-1, keepdims=True)
+    scaled = precision(scale) * (q @ k)
+    capped = (
+        scaled if softcap is None else precision(softcap) * np.tanh(scaled / precision(softcap))
+    )
+    score, added = capped, np.zeros((B, N, T, S), precision)
+    if bias is not None:
+        sees = sees & (bias != -np.inf)
+        bias = np.where(bias == -np.inf, 0, bias.astype(precision))
+        score, added = score + bias, added + np.abs(bias)
+    if alibi_slopes is not None:
+        slope = np.broadcast_to(np.asarray(alibi_slopes).astype(precision), (B, N))[
+            :, :, None, None
+        ]
+        distance = np.abs(positions(B, T, query_offset)[:, None, :, None] - np.arange(S))
+        alibi = -slope * distance.astype(precision)
+        score, added = score + alibi, added + np.abs(alibi)
+    if mask is not None:
+        sees = sees & mask
+    score = np.where(sees, score, -np.inf)
+    sink = np.full((B, N, T), -np.inf, precision)
+    if sinks is not None:
+        sink[...] = np.asarray(sinks).astype(precision)[:, None]
+    if query_seq_lengths is not None:
+        beyond = np.arange(T) >= np.asarray(query_seq_lengths)[:, None]
+        sink = np.where(beyond[:, None], -np.inf, sink)
+    top = np.maximum(score.max(axis=-1, initial=-np.inf), sink)[..., None]
+    finite_top = np.where(top == -np.inf, 0, top)
+    weight = np.exp(score - finite_top)
+    total = weight.sum(axis=-1, keepdims=True) + np.exp(sink[..., None] - finite_top)
     some = total > 0
     weight = weight / np.where(some, total, 1)
     lse = np.where(some, top + np.log(np.where(some, total, 1)), -np.inf)[..., 0]
-    return Scores(q, k, v, abs(float(scale)), score, weight, weight @ v, lse)
+    return Scores(
+        q, k, v, abs(float(scale)), scaled, capped, added, score, sink, weight, weight @ v, lse
+    )
 
 
 @remember
@@ -134,15 +202,23 @@ def attention_floor(q, k, v, dtype, **options):
 
     Errors of n additions grow like sqrt(n), times the terms or what they have added up to.
     A score is off by eps sqrt(H) |q k|, each key's by something else, and by eps of itself for the
-    scale and for the maximum, all keys' alike; that is the relative error of its weight.
+    scale and for the maximum, all keys' alike; that is the relative error of its weight. A cap
+    passes on what its slope lets through, and rounds its argument, its tanh and its product; what
+    is added is rounded, scaled and summed. A sink is rounded like a maximum.
     """
     s = evaluate(q, k, v, np.float64, **options)
     H, S = s.k.shape[2:]
-    eps = float(np.finfo(dtype).eps)
+    eps = float(np.finfo(arithmetic(dtype)).eps)
     seen = s.weight > 0
-    of_score = np.where(seen, np.sqrt(H) * s.scale * np.sqrt((s.q**2) @ (s.k**2)), 0)
-    of_score = of_score.max(axis=-1, initial=0)
+    of_score = np.sqrt(H) * s.scale * np.sqrt((s.q**2) @ (s.k**2))
+    if options.get("softcap") is not None:
+        slope = 1 - (s.capped / options["softcap"]) ** 2
+        of_score = slope * (of_score + 2 * np.abs(s.scaled)) + 3 * np.abs(s.capped)
+    if options.get("bias") is not None or options.get("alibi_slopes") is not None:
+        of_score = of_score + np.abs(s.capped) + 4 * s.added
+    of_score = np.where(seen, of_score, 0).max(axis=-1, initial=0)
     size = np.abs(np.where(seen, s.score, 0)).max(axis=-1, initial=0)
+    size = np.maximum(size, np.where(s.sink == -np.inf, 0, np.abs(s.sink)))
     of_sum = np.sqrt(S)
     terms = np.sqrt((s.weight**2) @ (s.v**2)).max(axis=-1, initial=0)
     common = np.sqrt(s.weight @ (s.v**2)).max(axis=-1, initial=0)
@@ -161,12 +237,20 @@ def check_attention(got, q, k, v, **options):
         q, k, v, got = q[None], k[None], v[None], got[None]
         lse = None if lse is None else lse[None]
     exact, exact_lse = attention(q, k, v, higher(dtype), **options)
-    plain, plain_lse = attention(q, k, v, dtype.type, **options)
+    plain, plain_lse = attention(q, k, v, arithmetic(dtype), **options)
     floor, lse_floor = attention_floor(q, k, v, dtype, **options)
-    assert got.dtype == dtype
-    check(got, exact, plain, floor[..., None], "out")
+    floor = floor[..., None]
+    if dtype.name in HALF_ROUNDING:
+        assert got.dtype in (dtype, np.float32)  # float32 where out asked for it
+        if got.dtype == dtype:
+            relative, absolute = HALF_ROUNDING[dtype.name]
+            floor = floor * (1 + relative) + relative * np.abs(exact) + absolute
+            got = got.astype(np.float32)
+    else:
+        assert got.dtype == dtype
+    check(got, exact, plain, floor, "out")
     if lse is not None:
-        assert lse.dtype == dtype
+        assert lse.dtype == arithmetic(dtype)
         check(lse, exact_lse, plain_lse, lse_floor, "lse")
 
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from tests.oracle import (
+    HALF_ROUNDING,
+    HALVES,
     LAYOUTS,
     attention,
     block,
@@ -77,6 +79,85 @@ def test_wrong_attention_is_refused(dtype):
         check_attention(out.astype(dtype)[:, :-1], q, k, v, **options)
     with pytest.raises(AssertionError):
         check_attention(out.astype(np.float16), q, k, v, **options)
+
+
+def all_options(T=33, S=300, B=2, N=4):
+    """Every option of attention at once."""
+    bias = random(3, B, N, 1, S)
+    bias[:, 1, :, ::7] = -np.inf
+    return {
+        "bias": bias,
+        "mask": random(4, B, 1, T, S) > -1,
+        "softcap": 1.5,
+        "is_causal": True,
+        "query_offset": np.array([S - T, S - T - 3]),
+        "local_window_size": (250, None),
+        "query_seq_lengths": np.array([T, T - 2]),
+        "key_value_seq_lengths": np.array([S - 1, S]),
+        "alibi_slopes": np.array([0.5, 0.1, 0.02, -0.001]),
+        "sinks": np.array([0.3, -np.inf, 4, -2]),
+    }
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
+def test_right_attention_with_all_options_passes(dtype):
+    q, k, v = qkv(dtype)
+    options = all_options()
+    if dtype in HALVES:
+        options["bias"] = options["bias"].astype(dtype)
+    given = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+    check_attention(given, q, k, v, **options)
+    for name in options:
+        one = {name: options[name], "query_offset": 5}
+        given = reference.dot_product_attention(q, k, v, return_lse=True, **one)
+        check_attention(given, q, k, v, **one)
+    if dtype in HALVES:
+        out = np.empty((*q.shape[:3], 16), np.float32)
+        check_attention(reference.dot_product_attention(q, k, v, out=out), q, k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_a_wrong_option_is_refused(dtype):
+    q, k, v = qkv(dtype)
+    options = all_options()
+    eps = float(np.finfo(dtype).eps)
+    bias, mask = options["bias"].astype(np.float64), options["mask"].copy()
+    mask[1, 0, 3, 260] ^= True
+    bias[0, 2, 0, 280] += 1000 * eps
+    for change in (
+        {"bias": bias},
+        {"mask": mask},
+        {"softcap": 1.5 * (1 + 1000 * eps)},
+        {"softcap": None},
+        {"is_causal": False},
+        {"query_offset": options["query_offset"] - 1},
+        {"local_window_size": (249, None)},
+        {"local_window_size": (250, 0), "is_causal": False, "query_seq_lengths": None},
+        {"alibi_slopes": options["alibi_slopes"] * (1 + 1000 * eps)},
+        {"sinks": options["sinks"] + 1000 * eps},
+        {"sinks": None},
+    ):
+        wrong = attention(q, k, v, higher(dtype), **{**options, **change})
+        with pytest.raises(AssertionError, match=r"rounding explains|infinite"):
+            check_attention(rounded(wrong, dtype), q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_wrong_halves_are_refused(dtype):
+    q, k, v = qkv(dtype)
+    out, lse = rounded(attention(q, k, v, np.float64), np.float32)
+    check_attention((out.astype(dtype), lse), q, k, v)
+    relative, _ = HALF_ROUNDING[np.dtype(dtype).name]
+    for factor in (1 + 3 * relative, 1 - 3 * relative):
+        with pytest.raises(AssertionError, match=REFUSED):
+            check_attention((out * np.float32(factor)).astype(dtype), q, k, v)
+    for wrong in (
+        (out.astype(np.float64), lse),
+        (out.astype(dtype), lse.astype(dtype)),
+        (out.astype(dtype).astype(np.float32), lse),  # float32 must not have been rounded to halves
+    ):
+        with pytest.raises(AssertionError):
+            check_attention(wrong, q, k, v)
 
 
 def test_a_row_that_sees_nothing_must_say_so():
