@@ -83,6 +83,10 @@ static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth,
                 vec_store(dst + j, vec_all((real)scale) * vec_load(row + j));
         for (; j < columns; j++)
             dst[j] = (real)scale * row[j * column_stride];
+        for (; j < width && j % TA_VL != 0; j++)
+            dst[j] = 0;
+        for (; j + TA_VL <= width; j += TA_VL)
+            vec_store(dst + j, vec_all(0));
         for (; j < width; j++)
             dst[j] = 0;
         dst += width;

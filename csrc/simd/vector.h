@@ -90,10 +90,11 @@ static inline real vec_sum(vec v)
 #define vec_lanes_max TA_NAME(vec_lanes_max)
 static inline real vec_lanes_max(vec v)
 {
-    real max = v[0];
-    for (int i = 1; i < TA_VL; i++)
-        max = max > v[i] ? max : v[i];
-    return max;
+    for (int step = 1; step < TA_VL; step *= 2) {
+        vec low = vec_zip_low(v, v), high = vec_zip_high(v, v);
+        v = vec_select((veci)(low > high), low, high);
+    }
+    return v[0];
 }
 
 /* Lane numbers 0, 1, 2, ... */

@@ -559,10 +559,10 @@ cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t r
     """Stacked rows [row, row + rows) of a K/V head, times scale, padded with zeros."""
     cdef Py_ssize_t itemsize = a.kernels.itemsize, H = a.q.shape[3], stride = width_of(a, &a.q) + SKEW
     cdef Py_ssize_t t = row // a.group, g = row % a.group, end = row + rows, count
-    while row < end:                        # the heads of one position lie side by side
-        count = min(a.group - g, end - row)
+    while row < end:                        # runs of rows that are evenly apart
+        count = end - row if a.group == 1 else min(a.group - g, end - row)
         a.kernels.pack_columns(packed, at3(&a.q, b, t, head * a.group + g, itemsize), count, H, stride,
-                               a.q.stride[2], a.q.stride[3], a.scale * LOG2_E)
+                               a.q.stride[1 if a.group == 1 else 2], a.q.stride[3], a.scale * LOG2_E)
         packed = packed + count * stride * itemsize
         row = row + count
         t = t + 1
