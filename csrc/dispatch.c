@@ -8,10 +8,15 @@
 enum { XMM_YMM = 0x06, XMM_YMM_ZMM = 0xe6 }; /* bits of XCR0: register state the system saves */
 
 /* __builtin_cpu_supports is not used: one distribution's clang answers 0 to everything. */
-static int system_saves(unsigned state)
+static int leaf1_has(unsigned wanted)
 {
     unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & wanted) == wanted;
+}
+
+static int system_saves(unsigned state)
+{
+    if (!leaf1_has(bit_OSXSAVE))
         return 0;
     unsigned low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -24,15 +29,9 @@ static int leaf7_has(unsigned wanted)
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & wanted) == wanted;
 }
 
-static int has_fma(void)
-{
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_AVX);
-}
-
 static int supported_avx2(void)
 {
-    return system_saves(XMM_YMM) && has_fma() && leaf7_has(bit_AVX2);
+    return system_saves(XMM_YMM) && leaf1_has(bit_AVX | bit_FMA | bit_F16C) && leaf7_has(bit_AVX2);
 }
 
 static int supported_avx512(void)

@@ -1,4 +1,4 @@
-/* The kernels for CPUs with AVX2 and FMA. */
+/* The kernels for CPUs with AVX2, FMA and F16C. */
 #include "region.h"
 
 #if TA_HAVE_X86_REGIONS
@@ -12,10 +12,10 @@
 #include <string.h>
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 #define TA_ISA_NAME avx2
