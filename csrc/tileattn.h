@@ -17,6 +17,15 @@ enum {
     TA_KEY_BLOCK = 256
 };
 
+/* What the elements of a caller's array are stored as; the arithmetic is always that of `real`. */
+enum ta_storage {
+    TA_REAL, /* float or double, whichever the table is for */
+    TA_BF16,
+    TA_F16,
+    TA_OTHER_REAL, /* the other of float and double */
+    TA_STORAGES
+};
+
 /* C[rows x columns] (+)= A B + bias over one slice of the contracted axis. See kernel/gemm.inc.h. */
 typedef struct ta_gemm_tile {
     int rows;        /* 1 .. gemm_mr */
@@ -82,12 +91,23 @@ typedef struct ta_kernels {
     int attention_mr; /* rows of a score tile */
     int attention_nr; /* keys of a packed panel */
 
+    /* The kernels that meet a caller's array, by its ta_storage. In the table for double those for TA_BF16
+     * and TA_F16 are NULL, as are those for TA_OTHER_REAL everywhere; load_row has all four. */
+
     /* dst[j][i] = rows[i][j * column_stride] for i < count, j < depth. */
-    void (*pack_rows)(void *dst, const void *const *rows, int count, ptrdiff_t depth,
-                      ptrdiff_t column_stride);
+    void (*pack_rows[TA_STORAGES])(void *dst, const void *const *rows, int count, ptrdiff_t depth,
+                                   ptrdiff_t column_stride);
     /* dst[p][j] = scale * src[p * row_stride + j * column_stride], zero for j >= columns. */
-    void (*pack_columns)(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns, ptrdiff_t width,
-                         ptrdiff_t row_stride, ptrdiff_t column_stride, double scale);
+    void (*pack_columns[TA_STORAGES])(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns,
+                                      ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride,
+                                      double scale);
+    /* dst[j] = src[j * stride] for j < count. */
+    void (*load_row[TA_STORAGES])(void *dst, const void *src, ptrdiff_t count, ptrdiff_t stride);
+    /* dst[j] = out[j] / sum of the lanes of row_sum, lse = natural log of the softmax's denominator;
+     * zeros and -inf for a row that has seen no key. The storage is that of dst. */
+    void (*finish_row[TA_STORAGES])(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
+                                    const void *out, const void *row_max, const void *row_sum);
+
     void (*gemm_tile)(const ta_gemm_tile *tile);
     /* A row that has seen no key: out and row_sum zero, row_max -inf. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum);
@@ -97,10 +117,6 @@ typedef struct ta_kernels {
     /* Adds what a row has found in other keys. */
     void (*merge_row)(void *out, void *row_max, void *row_sum, const void *other_out, const void *other_max,
                       const void *other_sum, ptrdiff_t columns);
-    /* dst[j] = out[j] / sum of the lanes of row_sum, lse = natural log of the softmax's denominator;
-     * zeros and -inf for a row that has seen no key. */
-    void (*finish_row)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse, const void *out,
-                       const void *row_max, const void *row_sum);
     /* Whether all of src[rows][columns] is finite; columns is a multiple of vl. */
     int (*all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
     /* dst = norm(x + residual); residual may be NULL, dst may be x or residual. */

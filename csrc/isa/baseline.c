@@ -1,6 +1,11 @@
 /* The kernels for what every CPU of the architecture has: SSE2 on x86-64, NEON on aarch64. */
 #include "tileattn.h"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

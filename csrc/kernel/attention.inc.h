@@ -391,26 +391,32 @@ static void TA_NAME(merge_row)(void *out, void *row_max, void *row_sum, const vo
     }
 }
 
-static void TA_NAME(finish_row)(void *dst_, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
-                                const void *out_, const void *row_max, const void *row_sum)
+#define finish_row_body TA_NAME(finish_row_body)
+TA_INLINE void finish_row_body(const int storage, char *dst, ptrdiff_t column_stride, ptrdiff_t columns,
+                               real *lse, const real *out, const real *row_max, const real *row_sum)
 {
-    real *dst = dst_;
-    const real *out = out_;
     real sum = vec_sum(vec_load(row_sum));
     /* Zero: the row saw no key, or none with a score above -inf. */
     real inverse = sum == 0 ? 0 : 1 / sum;
-    if (column_stride == 1) {
-        for (ptrdiff_t j = 0; j + TA_VL <= columns; j += TA_VL)
-            vec_store(dst + j, vec_load(out + j) * vec_all(inverse));
-        for (ptrdiff_t j = columns / TA_VL * TA_VL; j < columns; j++)
-            dst[j] = out[j] * inverse;
-    } else {
-        for (ptrdiff_t j = 0; j < columns; j++)
-            dst[j * column_stride] = out[j] * inverse;
-    }
+    const ptrdiff_t step = column_stride * stored_size(storage);
+    ptrdiff_t j = 0;
+    if (column_stride == 1)
+        for (; j + TA_VL <= columns; j += TA_VL)
+            store_vector(storage, dst + j * step, vec_load(out + j) * vec_all(inverse));
+    for (; j < columns; j++)
+        store_one(storage, dst + j * step, out[j] * inverse);
     if (lse != NULL)
-        *(real *)lse = (real)((*(const real *)row_max + log2((double)sum)) * 0.693147180559945309417);
+        *lse = (real)((*row_max + log2((double)sum)) * 0.693147180559945309417);
 }
+
+#define TA_INSTANCE(STORAGE, NAME)                                                              \
+    static void TA_NAME(NAME)(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse, \
+                              const void *out, const void *row_max, const void *row_sum)        \
+    {                                                                                           \
+        finish_row_body(STORAGE, dst, column_stride, columns, lse, out, row_max, row_sum);      \
+    }
+TA_EACH_STORAGE(TA_INSTANCE, finish_row)
+#undef TA_INSTANCE
 
 static int TA_NAME(all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride)
 {

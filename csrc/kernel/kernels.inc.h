@@ -6,10 +6,12 @@
 
 #if TA_BITS == 32
 #define real float
+#define other_real double
 #define integer int32_t
 #define TA_TYPE f32
 #else
 #define real double
+#define other_real float
 #define integer int64_t
 #define TA_TYPE f64
 #endif
@@ -30,6 +32,7 @@
 
 #include TA_SIMD
 
+#include "kernel/storage.inc.h"
 #include "kernel/pack.inc.h"
 #include "kernel/outer.inc.h"
 #include "kernel/gemm.inc.h"
@@ -42,6 +45,7 @@ _Static_assert(TA_GEMM_MR <= TA_MAX_ROWS && TA_ATTENTION_MR <= TA_MAX_ROWS, "poi
 _Static_assert(TA_KEYS <= TA_MAX_PANEL, "pointers to keys");
 _Static_assert(TA_KEY_BLOCK % TA_KEYS == 0, "whole panels");
 
+#define TA_ENTRY(STORAGE, NAME) [STORAGE] = TA_NAME(NAME),
 extern const ta_kernels TA_NAME(kernels);
 const ta_kernels TA_NAME(kernels) = {
     .itemsize = sizeof(real),
@@ -52,23 +56,28 @@ const ta_kernels TA_NAME(kernels) = {
     .walk_rows = TA_WALK_ROWS,
     .attention_mr = TA_ATTENTION_MR,
     .attention_nr = TA_ATTENTION_NV * TA_VL,
-    .pack_rows = TA_NAME(pack_rows),
-    .pack_columns = TA_NAME(pack_columns),
+    .pack_rows = {TA_EACH_STORAGE(TA_ENTRY, pack_rows)},
+    .pack_columns = {TA_EACH_STORAGE(TA_ENTRY, pack_columns)},
+    .load_row = {TA_EACH_SOURCE(TA_ENTRY, load_row)},
+    .finish_row = {TA_EACH_STORAGE(TA_ENTRY, finish_row)},
     .gemm_tile = TA_NAME(gemm_tile),
     .start_row = TA_NAME(start_row),
     .weigh_tile = TA_NAME(weigh_tile),
     .weigh_few = TA_NAME(weigh_few),
     .value_tile = TA_NAME(value_tile),
     .merge_row = TA_NAME(merge_row),
-    .finish_row = TA_NAME(finish_row),
     .all_finite = TA_NAME(all_finite),
     .add_norm_row = TA_NAME(add_norm_row),
     .fma_rounds = TA_NAME(fma_rounds),
     .read_all = TA_NAME(read_all),
 };
 
+#undef TA_ENTRY
+#undef TA_EACH_STORAGE
+
 /* The other macros mean the same for both element types and stand. */
 #undef real
+#undef other_real
 #undef integer
 #undef TA_TYPE
 #undef TA_FEW_ROWS

@@ -32,14 +32,18 @@ TA_INLINE void transpose(vec v[TA_VL])
  * wider than the rows are many, it reaches into the next column, which is stored later: dst needs
  * TA_VL - 1 elements of slack behind it. */
 #define pack_chunk TA_NAME(pack_chunk)
-TA_INLINE void pack_chunk(real *dst, const void *const *rows, int count, int dst_stride, ptrdiff_t depth)
+TA_INLINE void pack_chunk(const int storage, real *dst, const void *const *rows, int count, int dst_stride,
+                          ptrdiff_t depth)
 {
+    const ptrdiff_t size = stored_size(storage);
     ptrdiff_t j = 0;
     for (; j + TA_VL <= depth; j += TA_VL) {
         vec v[TA_VL];
         TA_UNROLL
-        for (int i = 0; i < TA_VL; i++)
-            v[i] = vec_load((const real *)rows[i < count ? i : count - 1] + j);
+        for (int i = 0; i < TA_VL; i++) {
+            const char *row = rows[i < count ? i : count - 1];
+            v[i] = load_vector(storage, row + j * size);
+        }
         transpose(v);
         TA_UNROLL
         for (int i = 0; i < TA_VL; i++)
@@ -47,48 +51,87 @@ TA_INLINE void pack_chunk(real *dst, const void *const *rows, int count, int dst
     }
     for (; j < depth; j++)
         for (int i = 0; i < count; i++)
-            dst[j * dst_stride + i] = ((const real *)rows[i])[j];
+            dst[j * dst_stride + i] = load_one(storage, (const char *)rows[i] + j * size);
 }
 
-/* dst[j][i] = rows[i][j * column_stride], dst[depth][count] with TA_VL - 1 elements of slack
- * behind it. Nothing of a row is read beyond its `depth` elements. */
-static void TA_NAME(pack_rows)(void *dst_, const void *const *rows, int count, ptrdiff_t depth,
-                               ptrdiff_t column_stride)
+#define pack_rows_body TA_NAME(pack_rows_body)
+TA_INLINE void pack_rows_body(const int storage, real *dst, const void *const *rows, int count,
+                              ptrdiff_t depth, ptrdiff_t column_stride)
 {
-    real *dst = dst_;
     if (column_stride != 1) {
+        const ptrdiff_t step = column_stride * stored_size(storage);
         for (int i = 0; i < count; i++)
             for (ptrdiff_t j = 0; j < depth; j++)
-                dst[j * count + i] = ((const real *)rows[i])[j * column_stride];
+                dst[j * count + i] = load_one(storage, (const char *)rows[i] + j * step);
         return;
     }
     /* The last chunk first: what it stores beyond the last row belongs to chunks still to come. */
     for (int i = (count - 1) / TA_VL * TA_VL; i >= 0; i -= TA_VL) {
         int left = count - i < TA_VL ? count - i : TA_VL;
-        pack_chunk(dst + i, rows + i, left, count, depth);
+        pack_chunk(storage, dst + i, rows + i, left, count, depth);
     }
 }
 
-/* dst[p][j] = scale * src[p * row_stride + j * column_stride] for j < columns, zero up to `width`. */
-static void TA_NAME(pack_columns)(void *dst_, const void *src_, ptrdiff_t depth, ptrdiff_t columns,
-                                  ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride,
-                                  double scale)
+/* dst[j][i] = rows[i][j * column_stride], dst[depth][count] with TA_VL - 1 elements of slack
+ * behind it. Nothing of a row is read beyond its `depth` elements. */
+#define TA_INSTANCE(STORAGE, NAME)                                                            \
+    static void TA_NAME(NAME)(void *dst, const void *const *rows, int count, ptrdiff_t depth, \
+                              ptrdiff_t column_stride)                                        \
+    {                                                                                         \
+        pack_rows_body(STORAGE, dst, rows, count, depth, column_stride);                      \
+    }
+TA_EACH_STORAGE(TA_INSTANCE, pack_rows)
+#undef TA_INSTANCE
+
+#define load_row_body TA_NAME(load_row_body)
+TA_INLINE void load_row_body(const int storage, real *dst, const char *src, ptrdiff_t count,
+                             ptrdiff_t stride, real scale)
 {
-    real *dst = dst_;
+    const ptrdiff_t step = stride * stored_size(storage);
+    ptrdiff_t j = 0;
+    if (stride == 1)
+        for (; j + TA_VL <= count; j += TA_VL)
+            vec_store(dst + j, vec_all(scale) * load_vector(storage, src + j * step));
+    for (; j < count; j++)
+        dst[j] = scale * load_one(storage, src + j * step);
+}
+
+/* dst[j] = src[j * stride] for j < count. */
+#define TA_INSTANCE(STORAGE, NAME)                                                           \
+    static void TA_NAME(NAME)(void *dst, const void *src, ptrdiff_t count, ptrdiff_t stride) \
+    {                                                                                        \
+        load_row_body(STORAGE, dst, src, count, stride, 1);                                  \
+    }
+TA_EACH_SOURCE(TA_INSTANCE, load_row)
+#undef TA_INSTANCE
+
+#define pack_columns_body TA_NAME(pack_columns_body)
+TA_INLINE void pack_columns_body(const int storage, real *dst, const char *row, ptrdiff_t depth,
+                                 ptrdiff_t columns, ptrdiff_t width, ptrdiff_t row_stride,
+                                 ptrdiff_t column_stride, real scale)
+{
     for (ptrdiff_t p = 0; p < depth; p++) {
-        const real *row = (const real *)src_ + p * row_stride;
-        ptrdiff_t j = 0;
-        if (column_stride == 1)
-            for (; j + TA_VL <= columns; j += TA_VL)
-                vec_store(dst + j, vec_all((real)scale) * vec_load(row + j));
-        for (; j < columns; j++)
-            dst[j] = (real)scale * row[j * column_stride];
+        load_row_body(storage, dst, row, columns, column_stride, scale);
+        ptrdiff_t j = columns;
         for (; j < width && j % TA_VL != 0; j++)
             dst[j] = 0;
         for (; j + TA_VL <= width; j += TA_VL)
             vec_store(dst + j, vec_all(0));
         for (; j < width; j++)
             dst[j] = 0;
+        row += row_stride * stored_size(storage);
         dst += width;
     }
 }
+
+/* dst[p][j] = scale * src[p * row_stride + j * column_stride] for j < columns, zero up to `width`. */
+#define TA_INSTANCE(STORAGE, NAME)                                                             \
+    static void TA_NAME(NAME)(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns,  \
+                              ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride,  \
+                              double scale)                                                    \
+    {                                                                                          \
+        pack_columns_body(STORAGE, dst, src, depth, columns, width, row_stride, column_stride, \
+                          (real)scale);                                                        \
+    }
+TA_EACH_STORAGE(TA_INSTANCE, pack_columns)
+#undef TA_INSTANCE

@@ -35,3 +35,60 @@ static inline int vec_any_greater(vec a, vec b)
     return _mm256_movemask_pd(_mm256_cmp_pd((__m256d)a, (__m256d)b, _CMP_GT_OQ)) != 0;
 #endif
 }
+
+#define real_from_f16 TA_NAME(real_from_f16)
+static inline real real_from_f16(uint16_t half)
+{
+    return _cvtsh_ss(half);
+}
+
+/* TA_VL elements as `real`: bfloat16, float16, and the other of float and double. */
+#define vec_load_bf16 TA_NAME(vec_load_bf16)
+#define vec_load_f16 TA_NAME(vec_load_f16)
+#define vec_load_other TA_NAME(vec_load_other)
+#if TA_BITS == 32
+static inline vec vec_load_bf16(const uint16_t *from)
+{
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from)), 16);
+}
+
+static inline vec vec_load_f16(const uint16_t *from)
+{
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
+}
+
+static inline vec vec_load_other(const double *from)
+{
+    __m128 low = _mm256_cvtpd_ps(_mm256_loadu_pd(from)), high = _mm256_cvtpd_ps(_mm256_loadu_pd(from + 4));
+    return (vec)_mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+}
+
+/* To float16: rounded to nearest, ties to even. A NaN stays one, made quiet. */
+#define f16_from_real TA_NAME(f16_from_real)
+static inline uint16_t f16_from_real(real value)
+{
+    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+}
+
+#define vec_store_f16 TA_NAME(vec_store_f16)
+static inline void vec_store_f16(uint16_t *to, vec v)
+{
+    _mm_storeu_si128((void *)to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+static inline vec vec_load_bf16(const uint16_t *from)
+{
+    __m128i bits = _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const void *)from)), 16);
+    return (vec)_mm256_cvtps_pd((__m128)bits);
+}
+
+static inline vec vec_load_f16(const uint16_t *from)
+{
+    return (vec)_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const void *)from)));
+}
+
+static inline vec vec_load_other(const float *from)
+{
+    return (vec)_mm256_cvtps_pd(_mm_loadu_ps(from));
+}
+#endif

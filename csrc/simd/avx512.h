@@ -53,3 +53,60 @@ static inline veci vec_lookup(const integer *table, veci index)
     return (veci)_mm512_permutexvar_epi64((__m512i)index, _mm512_loadu_si512(table));
 #endif
 }
+
+#define real_from_f16 TA_NAME(real_from_f16)
+static inline real real_from_f16(uint16_t half)
+{
+    return _cvtsh_ss(half);
+}
+
+/* TA_VL elements as `real`: bfloat16, float16, and the other of float and double. */
+#define vec_load_bf16 TA_NAME(vec_load_bf16)
+#define vec_load_f16 TA_NAME(vec_load_f16)
+#define vec_load_other TA_NAME(vec_load_other)
+#if TA_BITS == 32
+static inline vec vec_load_bf16(const uint16_t *from)
+{
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16);
+}
+
+static inline vec vec_load_f16(const uint16_t *from)
+{
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
+}
+
+static inline vec vec_load_other(const double *from)
+{
+    __m256 low = _mm512_cvtpd_ps(_mm512_loadu_pd(from)), high = _mm512_cvtpd_ps(_mm512_loadu_pd(from + 8));
+    return (vec)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+
+/* To float16: rounded to nearest, ties to even. A NaN stays one, made quiet. */
+#define f16_from_real TA_NAME(f16_from_real)
+static inline uint16_t f16_from_real(real value)
+{
+    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+}
+
+#define vec_store_f16 TA_NAME(vec_store_f16)
+static inline void vec_store_f16(uint16_t *to, vec v)
+{
+    _mm256_storeu_si256((void *)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+static inline vec vec_load_bf16(const uint16_t *from)
+{
+    __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from)), 16);
+    return (vec)_mm512_cvtps_pd((__m256)bits);
+}
+
+static inline vec vec_load_f16(const uint16_t *from)
+{
+    return (vec)_mm512_cvtps_pd(_mm256_cvtph_ps(_mm_loadu_si128((const void *)from)));
+}
+
+static inline vec vec_load_other(const float *from)
+{
+    return (vec)_mm512_cvtps_pd(_mm256_loadu_ps(from));
+}
+#endif

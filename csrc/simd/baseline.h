@@ -1,4 +1,5 @@
-/* Baseline vocabulary and tile sizes: 16-byte vectors, nothing but the compiler's vector types. */
+/* Baseline vocabulary and tile sizes: 16-byte vectors, the compiler's vector types and, where elements
+ * have two bytes, a few intrinsics. */
 #define TA_VECTOR_BYTES 16
 #include "simd/vector.h"
 
@@ -39,3 +40,125 @@ static inline int vec_any_greater(vec a, vec b)
         any |= greater[i];
     return any != 0;
 }
+
+/* as many lanes as `vec` has, of other widths */
+#define halves TA_NAME(halves)
+#define words TA_NAME(words)
+#define floats TA_NAME(floats)
+#define others TA_NAME(others)
+typedef uint16_t halves __attribute__((vector_size(2 * TA_VL)));
+typedef int32_t words __attribute__((vector_size(4 * TA_VL)));
+typedef float floats __attribute__((vector_size(4 * TA_VL)));
+typedef other_real others __attribute__((vector_size(sizeof(other_real) * TA_VL)));
+
+#define load_words TA_NAME(load_words)
+static inline words load_words(const uint16_t *from)
+{
+#if TA_BITS == 32 && defined(__aarch64__)
+    return (words)vmovl_u16(vld1_u16(from));
+#elif TA_BITS == 32 && defined(__SSE2__)
+    return (words)_mm_unpacklo_epi16(_mm_loadl_epi64((const void *)from), _mm_setzero_si128());
+#else /* gcc makes three times as many instructions of this */
+    halves h;
+    memcpy(&h, from, sizeof h);
+    return __builtin_convertvector(h, words);
+#endif
+}
+
+/* TA_VL elements as `real`: bfloat16, float16, and the other of float and double. */
+#define vec_load_bf16 TA_NAME(vec_load_bf16)
+static inline vec vec_load_bf16(const uint16_t *from)
+{
+    return __builtin_convertvector((floats)(load_words(from) << 16), vec);
+}
+
+#define vec_load_other TA_NAME(vec_load_other)
+static inline vec vec_load_other(const other_real *from)
+{
+    others v;
+    memcpy(&v, from, sizeof v);
+    return __builtin_convertvector(v, vec);
+}
+
+#define vec_load_f16 TA_NAME(vec_load_f16)
+#define real_from_f16 TA_NAME(real_from_f16)
+#define vec_store_f16 TA_NAME(vec_store_f16)
+#define f16_from_real TA_NAME(f16_from_real)
+#if defined(__aarch64__) && TA_BITS == 32
+static inline vec vec_load_f16(const uint16_t *from)
+{
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+}
+
+static inline real real_from_f16(uint16_t half)
+{
+    __fp16 value;
+    memcpy(&value, &half, sizeof value);
+    return value;
+}
+
+static inline void vec_store_f16(uint16_t *to, vec v)
+{
+    vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
+}
+
+static inline uint16_t f16_from_real(real value)
+{
+    __fp16 rounded = value;
+    uint16_t half;
+    memcpy(&half, &rounded, sizeof half);
+    return half;
+}
+#else
+/* No subnormal float arises on the way: a process may have chosen to see them as zeros. */
+#define vec_from_f16 TA_NAME(vec_from_f16)
+static inline vec vec_from_f16(words half)
+{
+    words magnitude = half & 0x7fff;
+    words is_subnormal = magnitude < 0x400, is_infinite = magnitude > 0x7bff; /* or NaN */
+    words subnormal = (words)(__builtin_convertvector(magnitude, floats) * 0x1p-24f);
+    /* The exponent's bias is 127, no longer 15. */
+    words normal = (magnitude << 13) + (112 << 23) + (is_infinite & 112 << 23);
+    words chosen = (subnormal & is_subnormal) | (normal & ~is_subnormal) | (half & 0x8000) << 16;
+    return __builtin_convertvector((floats)chosen, vec);
+}
+
+static inline vec vec_load_f16(const uint16_t *from)
+{
+    return vec_from_f16(load_words(from));
+}
+
+static inline real real_from_f16(uint16_t half)
+{
+    return vec_from_f16((words){half})[0];
+}
+
+#if TA_BITS == 32
+/* Rounded to nearest, ties to even. A NaN stays one, made quiet. */
+#define vec_round_f16 TA_NAME(vec_round_f16)
+static inline words vec_round_f16(vec v)
+{
+    words magnitude = (words)v & 0x7fffffff;
+    words is_subnormal = magnitude < 113 << 23, is_nan = magnitude > 0x7f800000;
+    words is_infinite = (magnitude >= 143 << 23) & ~is_nan;
+    /* Beside 0.5 the last bit of a float weighs 2^-24, as that of a subnormal float16 does. */
+    words subnormal = (words)((vec)magnitude + 0.5f) - 0x3f000000;
+    /* A carry out of the mantissa raises the exponent, at the end to infinity. */
+    words normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    words nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
+    return (normal & ~is_subnormal & ~is_infinite & ~is_nan) | (subnormal & is_subnormal) |
+           (0x7c00 & is_infinite) | (nan & is_nan) | ((words)v >> 16 & 0x8000);
+}
+
+static inline void vec_store_f16(uint16_t *to, vec v)
+{
+    halves h = __builtin_convertvector(vec_round_f16(v), halves);
+    memcpy(to, &h, sizeof h);
+}
+
+static inline uint16_t f16_from_real(real value)
+{
+    return (uint16_t)vec_round_f16((vec){value})[0];
+}
+#endif
+#endif

@@ -2,8 +2,9 @@
  *
  * Included by each simd/<isa>.h, once for an element type, after it has said TA_VECTOR_BYTES and
  * before it adds the few operations for which these types lose to an intrinsic: vec_max,
- * vec_any_greater, and vec_lookup where there is a fast one. `vec` is TA_VL lanes of `real`, `veci` as
- * many integers of the same width (and what comparisons give: all bits of a lane set, or none).
+ * vec_any_greater, conversion from and to what `real` is stored as, and vec_lookup where there is a fast
+ * one. `vec` is TA_VL lanes of `real`, `veci` as many integers of the same width (and what comparisons
+ * give: all bits of a lane set, or none).
  */
 
 #define vec TA_NAME(vec)
@@ -106,3 +107,38 @@ static inline veci vec_iota(void)
     memcpy(&v, lanes, sizeof v);
     return v;
 }
+
+/* bfloat16 is the upper half of a float. */
+#define real_from_bf16 TA_NAME(real_from_bf16)
+static inline real real_from_bf16(uint16_t half)
+{
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#if TA_BITS == 32
+/* Rounded to nearest, ties to even. A NaN stays one, made quiet. */
+#define vec_round_bf16 TA_NAME(vec_round_bf16)
+static inline veci vec_round_bf16(vec v)
+{
+    veci bits = (veci)v, is_nan = (veci)(v != v);
+    veci carry = 0x7fff + (bits >> 16 & 1);
+    return ((bits + (carry & ~is_nan)) | (is_nan & 0x400000)) >> 16;
+}
+
+#define bf16_from_real TA_NAME(bf16_from_real)
+static inline uint16_t bf16_from_real(real value)
+{
+    return (uint16_t)vec_round_bf16(vec_all(value))[0];
+}
+
+#define vec_store_bf16 TA_NAME(vec_store_bf16)
+static inline void vec_store_bf16(uint16_t *to, vec v)
+{
+    typedef uint16_t halves __attribute__((vector_size(TA_VECTOR_BYTES / 2)));
+    halves h = __builtin_convertvector(vec_round_bf16(v), halves);
+    memcpy(to, &h, sizeof h);
+}
+#endif
