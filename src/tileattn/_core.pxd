@@ -5,6 +5,11 @@ cdef extern from "tileattn.h" nogil:
         TA_MAX_ROWS
         TA_MAX_PANEL
         TA_KEY_BLOCK
+        TA_REAL
+        TA_BF16
+        TA_F16
+        TA_OTHER_REAL
+        TA_STORAGES
     ctypedef struct ta_gemm_tile:
         int rows
         int columns
@@ -62,11 +67,16 @@ cdef extern from "tileattn.h" nogil:
         int walk_rows
         int attention_mr
         int attention_nr
-        void (*pack_rows)(void *dst, const void *const *rows, int count, Py_ssize_t depth,
-                          Py_ssize_t column_stride) noexcept nogil
-        void (*pack_columns)(void *dst, const void *src, Py_ssize_t depth, Py_ssize_t columns,
-                             Py_ssize_t width, Py_ssize_t row_stride, Py_ssize_t column_stride,
-                             double scale) noexcept nogil
+        void (*pack_rows[TA_STORAGES])(void *dst, const void *const *rows, int count, Py_ssize_t depth,
+                                       Py_ssize_t column_stride) noexcept nogil
+        void (*pack_columns[TA_STORAGES])(void *dst, const void *src, Py_ssize_t depth,
+                                          Py_ssize_t columns, Py_ssize_t width, Py_ssize_t row_stride,
+                                          Py_ssize_t column_stride, double scale) noexcept nogil
+        void (*load_row[TA_STORAGES])(void *dst, const void *src, Py_ssize_t count,
+                                      Py_ssize_t stride) noexcept nogil
+        void (*finish_row[TA_STORAGES])(void *dst, Py_ssize_t column_stride, Py_ssize_t columns,
+                                        void *lse, const void *out, const void *row_max,
+                                        const void *row_sum) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil
@@ -75,8 +85,6 @@ cdef extern from "tileattn.h" nogil:
         void (*merge_row)(void *out, void *row_max, void *row_sum, const void *other_out,
                           const void *other_max, const void *other_sum,
                           Py_ssize_t columns) noexcept nogil
-        void (*finish_row)(void *dst, Py_ssize_t column_stride, Py_ssize_t columns, void *lse,
-                           const void *out, const void *row_max, const void *row_sum) noexcept nogil
         int (*all_finite)(const void *src, Py_ssize_t rows, Py_ssize_t columns,
                           Py_ssize_t row_stride) noexcept nogil
         void (*add_norm_row)(void *dst, const void *x, const void *residual,

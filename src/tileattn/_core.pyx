@@ -239,8 +239,8 @@ cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t til
         end = (tile + 1) * count // tiles
         for i in range(begin, end):
             rows[i - begin] = row_at(&g.a, row + i, itemsize) + pc * g.a.column_stride * itemsize
-        kernels.pack_rows(packed + begin * depth * itemsize, rows, <int>(end - begin), depth,
-                          g.a.column_stride)
+        kernels.pack_rows[TA_REAL](packed + begin * depth * itemsize, rows, <int>(end - begin), depth,
+                                   g.a.column_stride)
 
 
 cdef int panels_at_once(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
@@ -561,8 +561,9 @@ cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t r
     cdef Py_ssize_t t = row // a.group, g = row % a.group, end = row + rows, count
     while row < end:                        # runs of rows that are evenly apart
         count = end - row if a.group == 1 else min(a.group - g, end - row)
-        a.kernels.pack_columns(packed, at3(&a.q, b, t, head * a.group + g, itemsize), count, H, stride,
-                               a.q.stride[1 if a.group == 1 else 2], a.q.stride[3], a.scale * LOG2_E)
+        a.kernels.pack_columns[TA_REAL](
+            packed, at3(&a.q, b, t, head * a.group + g, itemsize), count, H, stride,
+            a.q.stride[1 if a.group == 1 else 2], a.q.stride[3], a.scale * LOG2_E)
         packed = packed + count * stride * itemsize
         row = row + count
         t = t + 1
@@ -578,16 +579,17 @@ cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t k
     for panel in range(begin // nr, ceil_div(end, nr)):
         for i in range(nr):
             pointers[i] = at3(&a.k, b, key_start + min(panel * nr + i, end - 1), head, itemsize)
-        a.kernels.pack_rows(packed + panel * nr * H * itemsize, pointers, <int>nr, H, a.k.stride[3])
+        a.kernels.pack_rows[TA_REAL](packed + panel * nr * H * itemsize, pointers, <int>nr, H,
+                                     a.k.stride[3])
 
 
 cdef void pad_rows(const Attention *a, const Array *x, Py_ssize_t b, Py_ssize_t head,
                    Py_ssize_t key_start, Py_ssize_t begin, Py_ssize_t end, char *padded) noexcept nogil:
     """Keys or values [begin, end) of a block, each padded to whole vectors."""
     cdef Py_ssize_t width = width_of(a, x), itemsize = a.kernels.itemsize
-    a.kernels.pack_columns(padded + begin * width * itemsize,
-                           at3(x, b, key_start + begin, head, itemsize), end - begin, x.shape[3], width,
-                           x.stride[1], x.stride[3], 1.0)
+    a.kernels.pack_columns[TA_REAL](
+        padded + begin * width * itemsize, at3(x, b, key_start + begin, head, itemsize), end - begin,
+        x.shape[3], width, x.stride[1], x.stride[3], 1.0)
 
 
 cdef void add_values_by_row(const ta_kernels *kernels, const ta_attention_tile *tile) noexcept nogil:
@@ -718,7 +720,7 @@ cdef void finish_rows(const Attention *a, const State *state, Py_ssize_t b, Py_s
         n = head * a.group + g
         if a.lse.data != NULL:
             lse = at3(&a.lse, b, t, n, itemsize)
-        a.kernels.finish_row(
+        a.kernels.finish_row[TA_REAL](
             at3(&a.out, b, t, n, itemsize), a.out.stride[3], a.v.shape[3], lse,
             state.out + i * out_stride * itemsize, state.row_max + i * itemsize,
             state.row_sum + i * a.kernels.vl * itemsize)
@@ -829,15 +831,16 @@ def kernel_table(str dtype):
         "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc,
         "walk_rows": k.walk_rows,
         "attention_mr": k.attention_mr, "attention_nr": k.attention_nr,
-        "pack_rows": <uintptr_t>k.pack_rows,
-        "pack_columns": <uintptr_t>k.pack_columns,
+        "pack_rows": [<uintptr_t>k.pack_rows[i] for i in range(TA_STORAGES)],
+        "pack_columns": [<uintptr_t>k.pack_columns[i] for i in range(TA_STORAGES)],
+        "load_row": [<uintptr_t>k.load_row[i] for i in range(TA_STORAGES)],
+        "finish_row": [<uintptr_t>k.finish_row[i] for i in range(TA_STORAGES)],
         "gemm_tile": <uintptr_t>k.gemm_tile,
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
         "value_tile": <uintptr_t>k.value_tile,
         "merge_row": <uintptr_t>k.merge_row,
-        "finish_row": <uintptr_t>k.finish_row,
         "all_finite": <uintptr_t>k.all_finite,
         "add_norm_row": <uintptr_t>k.add_norm_row,
         "fma_rounds": <uintptr_t>k.fma_rounds,
@@ -958,7 +961,7 @@ cdef class PackedMatrix:
                 panel.columns = <int>min(<Py_ssize_t>kernels.gemm_nr, b[i].shape[1] - column)
                 panel.data = data
                 width = round_up(panel.columns, kernels.vl)
-                kernels.pack_columns(
+                kernels.pack_columns[TA_REAL](
                     data, b[i].data + column * b[i].stride[1] * kernels.itemsize,
                     self.depth, panel.columns, width, b[i].stride[0], b[i].stride[1], 1.0)
                 data += width * self.depth * kernels.itemsize
