@@ -6,6 +6,7 @@ import platform
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_double, c_int, c_ssize_t, c_void_p
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from tileattn import _core
 
@@ -62,8 +63,9 @@ class Norm(Structure):
 
 
 PROTOTYPES = {
-    "pack_rows": (None, c_void_p, POINTER(c_void_p), c_int, c_ssize_t, c_ssize_t, c_double),
-    "pack_columns": (None, c_void_p, c_void_p, c_ssize_t, c_int, c_int, c_ssize_t, c_ssize_t),
+    "pack_rows": (None, c_void_p, POINTER(c_void_p), c_int, c_ssize_t, c_ssize_t),
+    "pack_columns": (None, c_void_p, c_void_p, *[c_ssize_t] * 5, c_double),
+    "load_row": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t),
     "gemm_tile": (None, POINTER(GemmTile)),
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p),
     "score_tile": (None, POINTER(AttentionTile)),
@@ -83,15 +85,26 @@ def address(array):
 
 
 class Kernels:
-    """The kernels of the selected instruction set for one element type, and their tile sizes."""
+    """The kernels of the selected instruction set for one element type, and their tile sizes.
+
+    Those that meet a caller's array are dicts: a kernel for each dtype that it may have.
+    """
 
     def __init__(self, dtype):
         self.dtype = np.dtype(dtype)
         self.isa = _core.active_isa()
+        # in the order of enum ta_storage
+        other = np.float64 if self.dtype == np.float32 else np.float32
+        storages = [np.dtype(d) for d in (dtype, bfloat16, np.float16, other)]
         for name, value in _core.kernel_table(self.dtype.name).items():
-            setattr(
-                self, name, CFUNCTYPE(*PROTOTYPES[name])(value) if name in PROTOTYPES else value
-            )
+            if name in PROTOTYPES:
+                function = CFUNCTYPE(*PROTOTYPES[name])
+                value = (
+                    {d: function(at) for d, at in zip(storages, value, strict=True) if at}
+                    if isinstance(value, list)
+                    else function(value)
+                )
+            setattr(self, name, value)
         # Every instruction set but SSE2 contracts a * b + c into one rounding.
         self.fuses = self.isa != "baseline" or platform.machine() in ("aarch64", "arm64")
 

@@ -112,15 +112,16 @@ def values(kernels, weights, v, out, key_begin=0, key_end=None):
     return target.array.copy()
 
 
-def finish(kernels, out, row_max, row_sum, columns, column_stride=1, with_lse=True):
-    """finish_row -> result[columns], lse."""
+def finish(kernels, out, row_max, row_sum, columns, column_stride=1, with_lse=True, dtype=None):
+    """finish_row -> result[columns] of dtype (default: the kernels' own), lse."""
+    dtype = kernels.dtype if dtype is None else np.dtype(dtype)
     row_max, row_sum = np.array([row_max], kernels.dtype), np.asarray(row_sum, kernels.dtype)
     span = abs(column_stride) * columns
-    target = Guarded(span, kernels.dtype)
+    target = Guarded(span, dtype)
     forward = target.array if column_stride > 0 else target.array[::-1]
     view = forward[:: abs(column_stride)]
     lse = Guarded(1, kernels.dtype)
-    kernels.finish_row(
+    kernels.finish_row[dtype](
         address(view),
         column_stride,
         columns,

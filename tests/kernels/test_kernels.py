@@ -4,7 +4,9 @@ import re
 from ctypes import c_double, c_int, c_ssize_t, c_void_p
 from pathlib import Path
 
+import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, Norm
 
@@ -32,4 +34,16 @@ def test_struct_has_the_fields_of_the_header(name, mirror):
 
 @pytest.mark.any_isa
 def test_every_kernel_of_the_table_has_a_prototype():
-    assert set(re.findall(r"\(\*(\w+)\)\(", struct_body("ta_kernels"))) == set(PROTOTYPES)
+    assert set(re.findall(r"\(\*(\w+)(?:\[TA_STORAGES\])?\)\(", struct_body("ta_kernels"))) == set(
+        PROTOTYPES
+    )
+
+
+def test_storages(kernels):
+    """float64 has no narrow storage of its own; a row of anything can be loaded."""
+    own = {kernels.dtype}
+    narrow = {np.dtype(bfloat16), np.dtype(np.float16)}
+    stored = own | narrow if kernels.dtype == np.float32 else own
+    for name in ("pack_rows", "pack_columns", "finish_row"):
+        assert set(getattr(kernels, name)) == stored
+    assert set(kernels.load_row) == narrow | {np.dtype(np.float32), np.dtype(np.float64)}
