@@ -29,6 +29,10 @@ def qkv(B=1, T=5, S=None, N=2, K=None, H=8, Hv=None, dtype=np.float32, seed=0):
     )
 
 
+# T for two heads of a group. Up to 15 rows a group's keys are read as they lie, and up to 128 in
+# chunks that are merged.
+PATHS = {"few rows": 3, "chunked tiles": 30, "many rows": 90}
+
 # ------------------------------------------------------------------ sizes
 
 SIZES = {
@@ -323,6 +327,22 @@ def test_rows_whose_scores_are_all_minus_infinity_are_zero(count, dtype):
         assert (lse[:, weightless] == -INF).all()
         assert np.isfinite(lse[:, ~weightless]).all()
         assert np.isfinite(out[:, ~weightless, :2]).all()
+
+
+@pytest.mark.parametrize("T", PATHS.values(), ids=PATHS)
+def test_an_infinite_value_without_weight_is_nan_wherever_its_chunk_is_merged(T):
+    """0 * inf, in a chunk of keys without any weight: not lost beside chunks that have some."""
+    for begin, end in ((0, 512), (512, 1024), (1024, 1100)):
+        q, k, v = qkv(T=T, S=1100, N=4, K=2, H=8, Hv=5)
+        q, k[:, begin:end] = np.abs(q), -INF
+        clean, lse = dot_product_attention(q, k, v, return_lse=True)
+        assert np.isfinite(clean).all()
+        v[0, begin + 9, 1, 3] = INF
+        out, same_lse = dot_product_attention(q, k, v, return_lse=True)
+        assert np.isnan(out[:, :, 2:, 3]).all()
+        out[:, :, 2:, 3] = clean[:, :, 2:, 3]
+        assert same_bits(out, clean)
+        assert same_bits(same_lse, lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

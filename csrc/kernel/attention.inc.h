@@ -227,7 +227,7 @@ TA_INLINE void few_body(const int rows, const ta_attention_tile *t)
                 ptrdiff_t at = panel + key + j;
                 at = at < t->key_begin ? t->key_begin : at < t->key_end ? at : t->key_end - 1;
                 k[j] = (const real *)t->k + at * t->k_stride;
-                next[j] = (const real *)t->next + at * t->next_stride;
+                next[j] = fetch ? (const real *)t->next + at * t->next_stride : NULL;
             }
             real lanes[TA_VL];
             vec_store(lanes, dot_products(rows, t->q, t->q_stride, k, fetch ? next : NULL, t->head_dim));
@@ -367,24 +367,23 @@ static void TA_NAME(start_row)(void *out_, ptrdiff_t columns, void *row_max, voi
     *(real *)row_max = -INFINITY;
 }
 
-/* Adds what other keys gave a row to what some keys gave it; a part that has seen none changes no bit. */
+/* Adds what other keys gave a row to what some keys gave it. A part that weighs nothing has zeros, or NaN
+ * from 0 * inf: times -0 these change no bit of the other part, a -0 neither, and NaN comes through. */
 static void TA_NAME(merge_row)(void *out, void *row_max, void *row_sum, const void *other_out,
                                const void *other_max, const void *other_sum, ptrdiff_t columns)
 {
     real *max = row_max, other = *(const real *)other_max;
-    vec sum = vec_load(row_sum), add = vec_load(other_sum);
-    /* The sum of a row without a maximum is zero, or NaN, which has to come through. */
-    if (other == -INFINITY && vec_sum(add) == 0)
-        return;
     vec keep = vec_all(1), take = vec_all(1);
-    if (*max == -INFINITY && vec_sum(sum) == 0)
-        keep = vec_all(0);
+    if (other == -INFINITY)
+        take = vec_all((real)-0.0);
+    else if (*max == -INFINITY)
+        keep = vec_all((real)-0.0);
     else if (*max < other)
         keep = vec_exp2(vec_all(*max - other));
     else if (other < *max)
         take = vec_exp2(vec_all(other - *max));
     *max = *max > other ? *max : other;
-    vec_store(row_sum, sum * keep + add * take);
+    vec_store(row_sum, vec_load(row_sum) * keep + vec_load(other_sum) * take);
     for (ptrdiff_t j = 0; j < columns; j += TA_VL) {
         real *to = (real *)out + j;
         vec_store(to, vec_load(to) * keep + vec_load((const real *)other_out + j) * take);
