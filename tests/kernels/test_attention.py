@@ -1,98 +1,188 @@
-"""The kernels of attention: scores, online softmax, values, and all of them over many blocks."""
+"""The kernels of attention: weights, values, merging, and all of them over many blocks."""
 
-from itertools import pairwise
+import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from tests.kernels.kernels import address
-from tests.kernels.test_pack import pack_rows
+from tests.kernels.test_pack import pack_columns
 from tests.oracle import GUARD, Guarded, gamma, random, same_bits
 
 RAISE = 8  # kernel/attention.inc.h: a maximum is raised for scores more than this above it
-GAP = 5  # between rows of scores and of outputs
+GAP = 5  # between rows of queries, keys, weights, values and outputs
+
+both = pytest.mark.parametrize("kernel", ["weigh_tile", "weigh_few"])
 
 
 # ------------------------------------------------------------------ single kernels on arrays
 
 
-def score(kernels, q, k, row_max, first=None, last=None, key_start=0, key_begin=0, key_end=None):
-    """q k^T - row_max over whole panels for q[rows, head_dim], k[keys, head_dim]; else NaN."""
-    (rows, head_dim), nr = q.shape, kernels.attention_nr
-    keys = len(k)
-    key_end = keys if key_end is None else key_end
-    edge = first is not None or last is not None
-    first = np.full(rows, key_start) if first is None else np.asarray(first)
-    last = np.full(rows, key_start + key_end) if last is None else np.asarray(last)
+class Weighed(NamedTuple):
+    """What weighing keys leaves behind."""
+
+    weights: np.ndarray  # [rows, keys of whole panels]; NaN where nothing was written
+    row_max: np.ndarray  # [rows]
+    row_sum: np.ndarray  # [rows, vl]
+    out: np.ndarray  # [rows, columns]
+
+    def row(self, i):
+        return [np.ascontiguousarray(a[i : i + 1]) for a in self]
+
+
+def packed_panels(kernels, k, begin, end):
+    """Keys as weigh_tile reads them, in panels; NaN for keys outside [begin, end)."""
+    (keys, head_dim), nr = k.shape, kernels.attention_nr
     panels = -(-keys // nr)
-    packed_k = np.full((panels * nr, head_dim), np.nan, kernels.dtype)  # unseen keys: anything
-    packed_k[:keys] = k
-    packed_k = np.ascontiguousarray(packed_k.reshape(panels, nr, head_dim).swapaxes(1, 2))
-    packed_q = np.ascontiguousarray(q.T)
-    row_max = np.asarray(row_max, kernels.dtype)
-    scores = Guarded((rows, panels * nr), kernels.dtype, row_gap=GAP)
-    fields = {
-        "rows": rows,
-        "head_dim": head_dim,
-        "q": packed_q,
-        "k": packed_k,
-        "key_start": key_start,
-        "key_begin": key_begin,
-        "key_end": key_end,
-        "edge": edge,
-        "first": first,
-        "last": last,
-        "scores": scores.array,
-        "score_stride": panels * nr + GAP,
-        "row_max": row_max,
-    }
-    kernels.score_tile(kernels.attention_tile(**fields))
-    scores.check()
-    return scores.array.copy()
+    padded = np.full((panels * nr, head_dim), np.nan, kernels.dtype)
+    padded[begin:end] = k[begin:end]
+    return np.ascontiguousarray(padded.reshape(panels, nr, head_dim).swapaxes(1, 2))
 
 
-def softmax(kernels, scores, row_max, row_sum=None, out=None, key_begin=0, key_end=None):
-    """softmax_tile on copies -> weights, row_max, row_sum, out; scores are whole panels."""
-    rows, keys = scores.shape
-    out = np.zeros((rows, kernels.vl), kernels.dtype) if out is None else out
-    row_sum = np.zeros((rows, kernels.vl)) if row_sum is None else row_sum
-    guarded = {
-        name: Guarded(np.shape(value), kernels.dtype, row_gap=gap)
-        for name, value, gap in (
-            ("scores", scores, GAP),
-            ("row_max", row_max, 0),
-            ("row_sum", row_sum, 0),
-            ("out", out, GAP),
-        )
-    }
-    for name, value in (
-        ("scores", scores),
-        ("row_max", row_max),
-        ("row_sum", row_sum),
-        ("out", out),
-    ):
-        guarded[name].array[...] = value
-    fields = {name: g.array for name, g in guarded.items()}
-    kernels.softmax_tile(
-        kernels.attention_tile(
-            rows=rows,
-            v_columns=out.shape[1],
-            key_begin=key_begin,
-            key_end=keys if key_end is None else key_end,
-            score_stride=keys + GAP,
-            out_stride=out.shape[1] + GAP,
-            **fields,
-        )
+def rows_in_place(kernels, k, begin, end, stride):
+    """Keys as weigh_few reads them, `stride` elements apart, whole vectors wide; the rest NaN."""
+    keys, width = k.shape
+    memory = np.full((keys - 1) * abs(stride) + width, np.nan, kernels.dtype)
+    place = np.lib.stride_tricks.as_strided(memory, k.shape, (abs(stride) * k.itemsize, k.itemsize))
+    place = place[::-1] if stride < 0 else place
+    place[begin:end] = k[begin:end]
+    return place
+
+
+def weigh(
+    kernels,
+    q,
+    k,
+    row_max=None,
+    row_sum=None,
+    out=None,
+    *,
+    kernel="weigh_tile",
+    first=None,
+    last=None,
+    all_sees=None,
+    key_start=0,
+    key_begin=0,
+    key_end=None,
+    k_stride=None,
+    **ahead,
+):
+    """weigh_tile or weigh_few of q[rows, head_dim] and k[keys, head_dim] on copies of the state.
+
+    Rows have seen nothing yet unless row_max says otherwise, and see all keys unless first and last
+    do. What a kernel must not read is NaN.
+    """
+    q, k = np.asarray(q, kernels.dtype), np.asarray(k, kernels.dtype)
+    rows, keys = len(q), len(k)
+    key_end = keys if key_end is None else key_end
+    first = np.full(rows, key_start + key_begin) if first is None else np.asarray(first)
+    last = np.full(rows, key_start + key_end) if last is None else np.asarray(last)
+    all_begin, all_end = (
+        (max(first) - key_start, min(last) - key_start) if all_sees is None else all_sees
     )
+    if kernel == "weigh_few":
+        width = kernels.whole_vectors(q.shape[1])
+        q, k = (np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in (q, k))
+        k_stride = width + GAP if k_stride is None else k_stride
+        k = rows_in_place(kernels, k, key_begin, key_end, k_stride)
+    else:
+        k_stride = 0
+        k = packed_panels(kernels, k, key_begin, key_end)
+    head_dim = q.shape[1]
+    queries = np.full((rows, head_dim + GAP), np.nan, kernels.dtype)
+    queries[:, :head_dim] = q
+    row_max = np.full(rows, -np.inf) if row_max is None else np.asarray(row_max)
+    row_sum = np.zeros((rows, kernels.vl)) if row_sum is None else row_sum
+    out = np.zeros((rows, kernels.vl)) if out is None else out
+    panels = -(-keys // kernels.attention_nr)
+    guarded = {
+        "weights": Guarded((rows, panels * kernels.attention_nr), kernels.dtype, row_gap=GAP),
+        "row_max": Guarded(row_max.shape, kernels.dtype),
+        "row_sum": Guarded(row_sum.shape, kernels.dtype),
+        "out": Guarded(out.shape, kernels.dtype, row_gap=GAP),
+    }
+    for name, value in (("row_max", row_max), ("row_sum", row_sum), ("out", out)):
+        guarded[name].array[...] = value
+    tile = kernels.attention_tile(
+        rows=rows,
+        head_dim=head_dim,
+        v_columns=out.shape[1],
+        q=queries,
+        q_stride=head_dim + GAP,
+        k=k,
+        k_stride=k_stride,
+        key_start=key_start,
+        key_begin=key_begin,
+        key_end=key_end,
+        all_begin=all_begin,
+        all_end=all_end,
+        first=first,
+        last=last,
+        weight_stride=panels * kernels.attention_nr + GAP,
+        out_stride=out.shape[1] + GAP,
+        **{name: g.array for name, g in guarded.items()},
+        **ahead,
+    )
+    getattr(kernels, kernel)(tile)
     for g in guarded.values():
         g.check()
-    return tuple(guarded[name].array.copy() for name in ("scores", "row_max", "row_sum", "out"))
+    return Weighed(*(g.array.copy() for g in guarded.values()))
 
 
-def values(kernels, weights, v, out, key_begin=0, key_end=None):
-    """out + weights v for weights[rows, keys], v[keys, columns of whole vectors]."""
+def operands(scores):
+    """q and k whose products are exactly these scores, which may be -inf, inf or NaN too.
+
+    Key j is the unit vector j. Where a score is not finite, its key has inf in one place more, and
+    no row's score may be finite there.
+    """
+    special = np.flatnonzero(~np.isfinite(scores).all(axis=0))
+    assert not np.isfinite(scores[:, special]).any()
+    q = np.where(np.isfinite(scores), scores, 0)
+    factor = np.where(np.isnan(scores), 0, np.sign(scores))[:, special]  # 0 * inf is NaN
+    k = np.eye(scores.shape[1])
+    infinite = np.zeros((len(k), len(special)))
+    infinite[special, np.arange(len(special))] = np.inf
+    return np.concatenate([q, factor], axis=1), np.concatenate([k, infinite], axis=1)
+
+
+def weighed(kernels, scores, row_max=None, row_sum=None, out=None):
+    """What the kernels make of scores: exactly that for whole numbers, whose weights are exact.
+
+    A row without a maximum takes its first panel's. Then only a score more than RAISE above it
+    raises it, and rescales what the row has summed up, and the weights of the panels before.
+    """
+    rows, keys = scores.shape
+    nr, vl, dtype = kernels.attention_nr, kernels.vl, kernels.dtype
+    row_max = np.full(rows, -np.inf) if row_max is None else np.asarray(row_max)
+    row_max = row_max.astype(dtype)
+    row_sum = np.zeros((rows, vl), dtype) if row_sum is None else row_sum.copy()
+    out = np.zeros((rows, vl), dtype) if out is None else out.copy()
+    weights = np.full((rows, keys), np.nan, dtype)
+    for i, panel in itertools.product(range(rows), range(0, keys, nr)):
+        here = slice(panel, panel + nr)
+        highest = np.fmax.reduce(scores[i, here])
+        if row_max[i] == -np.inf and highest > -np.inf:
+            row_max[i] = highest
+        elif highest > row_max[i] + RAISE:
+            factor = dtype.type(np.exp2(row_max[i] - highest))
+            row_max[i] = highest
+            for a in (weights[i, :panel], row_sum[i], out[i]):
+                a *= factor
+        weights[i, here] = np.exp2(scores[i, here] - (0 if row_max[i] == -np.inf else row_max[i]))
+        for j in range(panel, panel + nr, vl):
+            row_sum[i] += weights[i, j : j + vl]
+    return Weighed(weights, row_max, row_sum, out)
+
+
+def check_exact(kernels, got, expected):
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def values(kernels, weights, v, out, key_begin=0, key_end=None, **ahead):
+    """out + weights v for weights[rows, keys], v[keys, columns of whole vectors], as they lie."""
     (rows, keys), columns = weights.shape, v.shape[1]
-    weights, v = weights.copy(), v.copy()
     target = Guarded(out.shape, kernels.dtype, row_gap=GAP)
     target.array[...] = out
     kernels.value_tile(
@@ -100,16 +190,38 @@ def values(kernels, weights, v, out, key_begin=0, key_end=None):
             rows=rows,
             v_columns=columns,
             v=v,
+            v_stride=v.strides[0] // v.itemsize,
             key_begin=key_begin,
             key_end=keys if key_end is None else key_end,
-            scores=weights,
-            score_stride=keys,
+            weights=weights,
+            weight_stride=weights.strides[0] // weights.itemsize,
             out=target.array,
             out_stride=columns + GAP,
+            **ahead,
         )
     )
     target.check()
     return target.array.copy()
+
+
+def widened(a, gap):
+    """a with NaN between its rows."""
+    return np.pad(a, ((0, 0), (0, gap)), constant_values=np.nan)[:, : a.shape[1]]
+
+
+def merge(kernels, state, other):
+    """merge_row of (out, row_max, row_sum) of two rows -> the three of their union."""
+    guarded = [Guarded(np.size(a), kernels.dtype) for a in state]
+    for g, a in zip(guarded, state, strict=True):
+        g.array[...] = a
+    other = [np.atleast_1d(np.asarray(a, kernels.dtype)) for a in other]
+    before = [a.copy() for a in other]
+    addresses = [address(g.array) for g in guarded] + [address(a) for a in other]
+    kernels.merge_row(*addresses, len(other[0]))
+    for g in guarded:
+        g.check()
+    assert all(same_bits(a, b) for a, b in zip(other, before, strict=True))
+    return [g.array.copy() for g in guarded]
 
 
 def finish(kernels, out, row_max, row_sum, columns, column_stride=1, with_lse=True, dtype=None):
@@ -143,99 +255,219 @@ def key_counts(kernels):
     return sorted({1, nr - 1, nr, nr + 1, 2 * nr, 3 * nr - 1, 67})
 
 
-# ------------------------------------------------------------------ score_tile
+def head_dims(kernels, kernel):
+    """Of weigh_few whole vectors."""
+    return [kernels.vl * n for n in (0, 1, 2, 5)] if kernel == "weigh_few" else [0, 1, 2, 13]
+
+
+# ------------------------------------------------------------------ weigh_tile and weigh_few
 
 
 def scores_in_order(kernels, q, k, row_max):
-    """-row_max + q k^T, summed over the head dimension in order."""
-    start = -np.asarray(row_max, kernels.dtype)
-    start[np.isinf(start)] = 0
-    total = np.repeat(start[:, None], len(k), axis=1)
+    """q k^T - row_max as weigh_tile sums: from -row_max on, over the head in order."""
+    total = np.repeat(-row_max[:, None], len(k), axis=1)
     for h in range(q.shape[1]):
         total = kernels.multiply_add(q[:, h, None], k[:, h], total)
     return total
 
 
-def test_score_bits_are_those_of_a_sum_in_order(kernels):
-    for rows in (1, kernels.attention_mr):
-        for head_dim in (0, 1, 2, 13):
+def scores_by_lanes(kernels, q, k, row_max):
+    """q k^T - row_max as weigh_few sums: in each lane in order, then by halves."""
+    vl = kernels.vl
+    lanes = np.zeros((len(q), len(k), vl), kernels.dtype)
+    for h in range(0, q.shape[1], vl):
+        lanes = kernels.multiply_add(q[:, None, h : h + vl], k[None, :, h : h + vl], lanes)
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0] - row_max[:, None]
+
+
+@both
+def test_bits_of_the_scores(kernels, kernel):
+    """They show in the weights: those of the same scores, had from the model of the sums."""
+    model = scores_by_lanes if kernel == "weigh_few" else scores_in_order
+    for rows in range(1, kernels.attention_mr + 1):
+        for head_dim in head_dims(kernels, kernel):
             for keys in (1, kernels.attention_nr, kernels.attention_nr + 1):
-                q = random(0, rows, head_dim, dtype=kernels.dtype)
+                q = random(0, rows, head_dim, dtype=kernels.dtype) / 4
                 k = random(1, keys, head_dim, dtype=kernels.dtype)
-                row_max = random(2, rows, dtype=kernels.dtype)
-                row_max[0] = -np.inf
-                got = score(kernels, q, k, row_max)[:, :keys]
-                assert same_bits(np.ascontiguousarray(got), scores_in_order(kernels, q, k, row_max))
+                row_max = random(2, rows, dtype=kernels.dtype) + 3
+                scores = model(kernels, q, k, row_max)
+                got = weigh(kernels, q, k, row_max, kernel=kernel)
+                expected = weigh(kernels, *operands(scores), np.zeros(rows), kernel=kernel)
+                assert same_bits(got.row_max, row_max)  # no score is so far above it
+                assert same_bits(got.weights, expected.weights)
+                assert same_bits(got.row_sum, expected.row_sum)
 
 
-def test_score_error_and_unseen_lanes(kernels):
+@both
+def test_whole_scores_have_exact_weights_and_sums(kernels, kernel):
+    for rows in range(1, kernels.attention_mr + 1):
+        scores = whole_scores(kernels, rows, 3)
+        scores[0, 5] = RAISE  # not above it
+        old_sum = random(1, rows, kernels.vl, dtype=kernels.dtype) ** 2
+        old_out = random(2, rows, 3 * kernels.vl, dtype=kernels.dtype)
+        state = np.zeros(rows), old_sum, old_out
+        got = weigh(kernels, *operands(scores), *state, kernel=kernel)
+        check_exact(kernels, got, weighed(kernels, scores, *state))
+        assert not got.row_max.any()
+        assert same_bits(got.out, old_out)
+        row_max = np.arange(rows) - 3.0
+        again = weigh(
+            kernels, *operands(scores + row_max[:, None]), row_max, *state[1:], kernel=kernel
+        )
+        assert same_bits(again.weights, got.weights)
+        assert same_bits(again.row_sum, got.row_sum)
+        np.testing.assert_array_equal(again.row_max, row_max)
+
+
+@both
+def test_error_of_the_weights(kernels, kernel):
+    eps = float(np.finfo(kernels.dtype).eps)
     for rows in range(1, kernels.attention_mr + 1):
         for keys in key_counts(kernels):
             q = random(keys, rows, 64, dtype=kernels.dtype)
             k = random(rows, keys, 64, dtype=kernels.dtype)
-            row_max = random(2, rows, dtype=kernels.dtype)
-            got = score(kernels, q, k, row_max)
-            exact = q.astype(np.longdouble) @ k.astype(np.longdouble).T - row_max[:, None]
-            size = np.abs(q) @ np.abs(k).T + np.abs(row_max)[:, None]
-            assert (np.abs(got[:, :keys] - exact) <= gamma(65, kernels.dtype) * size).all()
-            assert (got[:, keys:] == -np.inf).all()
+            got = weigh(kernels, q, k, random(2, rows, dtype=kernels.dtype), kernel=kernel)
+            exact = q.astype(np.longdouble) @ k.astype(np.longdouble).T - got.row_max[:, None]
+            # A sum of 64 products, with the maximum and its rises; 2^x turns its error into a
+            # relative one, and has one of less than two units. Raised weights are multiplied twice.
+            size = np.abs(q) @ np.abs(k).T + np.abs(got.row_max)[:, None] + 2 * RAISE
+            relative = np.expm1(np.log(2) * gamma(64 + 6, kernels.dtype) * size) + 6 * eps
+            seen = got.weights[:, :keys]
+            tiny = float(np.finfo(kernels.dtype).smallest_normal)
+            assert (np.abs(seen - np.exp2(exact)) <= relative * np.exp2(exact) + tiny).all()
+            assert not got.weights[:, keys:].any()
+            total = seen.astype(np.longdouble).sum(axis=1)
+            error = np.abs(got.row_sum.astype(np.longdouble).sum(axis=1) - total)
+            assert (error <= gamma(keys + 4, kernels.dtype) * total).all()
 
 
-def test_a_rows_scores_do_not_depend_on_the_rows_beside_it(kernels):
-    mr = kernels.attention_mr
-    q, k = random(0, mr, 33, dtype=kernels.dtype), random(1, 67, 33, dtype=kernels.dtype)
-    row_max = random(2, mr, dtype=kernels.dtype)
-    whole = score(kernels, q, k, row_max)
-    for rows in range(1, mr):
-        assert same_bits(score(kernels, q[:rows], k, row_max[:rows]), whole[:rows])
-        assert same_bits(score(kernels, q[-rows:], k, row_max[-rows:]), whole[-rows:])
+@both
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernels, kernel):
+    """Whether its maximum rises, or it has one yet; whatever set of few rows it comes into."""
+    mr, head_dim = kernels.attention_mr, 2 * kernels.vl
+    q, k = random(0, mr, head_dim, dtype=kernels.dtype), random(1, 67, head_dim)
+    q *= np.geomspace(0.1, 40, mr)[:, None].astype(kernels.dtype)
+    row_max = np.where(np.arange(mr) % 3 == 1, -np.inf, 0)
+    out = random(2, mr, kernels.vl, dtype=kernels.dtype)
+    out[row_max == -np.inf] = 0
+    whole = weigh(kernels, q, k, row_max, out=out, kernel=kernel)
+    for begin, end in itertools.combinations(range(mr + 1), 2):
+        some = slice(begin, end)
+        got = weigh(kernels, q[some], k, row_max[some], out=out[some], kernel=kernel)
+        for a, b in zip(got, whole, strict=True):
+            assert same_bits(a, b[some])
 
 
+@both
 @pytest.mark.parametrize("key_start", [0, 512, 1 << 40])
-def test_scores_outside_first_and_last_are_minus_infinity(kernels, key_start):
+def test_keys_outside_first_and_last_weigh_nothing(kernels, kernel, key_start):
     mr, keys = kernels.attention_mr, 3 * kernels.attention_nr - 2
-    q, k = random(0, mr, 5, dtype=kernels.dtype), random(1, keys, 5, dtype=kernels.dtype)
-    row_max = np.zeros(mr, kernels.dtype)
-    plain = score(kernels, q, k, row_max)
+    scores = whole_scores(kernels, mr, 3)
+    position = key_start + np.arange(scores.shape[1])
+    q, k = operands(scores[:, :keys])
     rng = np.random.default_rng(3)
     for _ in range(50):
-        # Anywhere: before the block, inside it, behind it, empty.
-        first, last = key_start + rng.integers(-2 * keys, 2 * keys, (2, mr))
-        got = score(kernels, q, k, row_max, first, last, key_start)
-        position = key_start + np.arange(got.shape[1])
-        sees = (first[:, None] <= position) & (position < last[:, None])
-        sees[:, keys:] = False
-        # Lanes beyond the last key hold anything where a row's `last` lies beyond them too.
-        np.testing.assert_array_equal(
-            got[:, :keys][sees[:, :keys]], plain[:, :keys][sees[:, :keys]]
-        )
-        assert (got[:, :keys][~sees[:, :keys]] == -np.inf).all()
+        # Anywhere: before the block, inside it, empty.
+        first = key_start + rng.integers(-2 * keys, 2 * keys, mr)
+        last = key_start + np.minimum(rng.integers(-2 * keys, 2 * keys, mr), keys)
+        for row_max in (None, np.zeros(mr)):
+            got = weigh(
+                kernels, q, k, row_max, first=first, last=last, key_start=key_start, kernel=kernel
+            )
+            sees = (first[:, None] <= position) & (position < last[:, None])
+            hidden = np.where(sees, scores, -np.inf)
+            check_exact(kernels, got, weighed(kernels, hidden, row_max))
 
 
-def test_positions_far_beyond_a_lane_hide_or_show_whole_rows(kernels):
-    q, k = random(0, 1, 5, dtype=kernels.dtype), random(1, 40, 5, dtype=kernels.dtype)
-    plain = score(kernels, q, k, [0])[:, :40]
+@both
+def test_positions_far_beyond_a_lane_hide_or_show_whole_rows(kernels, kernel):
+    scores = whole_scores(kernels, 1, 2)
+    q, k = operands(scores)
+    plain = weigh(kernels, q, k, [0], kernel=kernel).weights
     far = 1 << 62
     for first, last, sees in ((-far, far, True), (far, far + 1, False), (-far, -far + 1, False)):
-        got = score(kernels, q, k, [0], [first], [last])[:, :40]
-        assert same_bits(got.copy(), plain.copy()) if sees else (got == -np.inf).all()
+        got = weigh(kernels, q, k, [0], first=[first], last=[last], all_sees=(0, 0), kernel=kernel)
+        assert same_bits(got.weights, plain) if sees else not got.weights.any()
 
 
-def test_only_the_panels_of_the_keys_asked_for_are_written(kernels):
+@both
+def test_key_ranges_that_begin_and_end_inside_panels(kernels, kernel):
+    """Only their panels are written, and keys outside, all NaN here, leave no trace."""
     nr = kernels.attention_nr
-    q, k = random(0, 2, 9, dtype=kernels.dtype), random(1, 4 * nr, 9, dtype=kernels.dtype)
-    plain = score(kernels, q, k, [0, 0])
-    got = score(kernels, q, k, [0, 0], [nr + 3, 0], [2 * nr + 1, 3 * nr - 1], 0, nr + 1, 3 * nr - 1)
-    assert np.isnan(got[:, :nr]).all()
-    assert np.isnan(got[:, 3 * nr :]).all()
-    position = np.arange(nr, 3 * nr)
-    for row, first, last in ((0, nr + 3, 2 * nr + 1), (1, 0, 3 * nr - 1)):
-        sees = (first <= position) & (position < last)
-        expected = np.where(sees, plain[row, nr : 3 * nr], -np.inf)
-        np.testing.assert_array_equal(got[row, nr : 3 * nr], expected)
+    scores = whole_scores(kernels, 3, 4)
+    q, k = operands(scores)
+    for begin, end in ((0, 1), (nr - 1, nr + 1), (nr + 1, 3 * nr - 1), (nr, 2 * nr), (5, 4 * nr)):
+        first, last = [begin, begin + 1, begin], [end, end, max(end - 1, begin)]
+        got = weigh(
+            kernels, q, k, first=first, last=last, key_begin=begin, key_end=end, kernel=kernel
+        )
+        panels = slice(begin // nr * nr, -(-end // nr) * nr)
+        j = np.arange(4 * nr)
+        sees = (np.array(first)[:, None] <= j) & (j < np.array(last)[:, None])
+        expected = weighed(kernels, np.where(sees, scores, -np.inf)[:, panels])
+        check_exact(kernels, (got.weights[:, panels], *got[1:]), expected)
+        outside = np.ones(4 * nr, bool)
+        outside[panels] = False
+        assert np.isnan(got.weights[:, outside]).all()
 
 
-# ------------------------------------------------------------------ softmax_tile
+def test_few_rows_read_no_key_outside_the_range(kernels):
+    """Where nothing is hidden, lanes outside it show what was read: its first or last key."""
+    nr = kernels.attention_nr
+    scores = whole_scores(kernels, kernels.attention_mr, 2)
+    q, k = operands(scores)
+    for begin, end in ((0, 1), (3, 4), (nr - 1, nr + 1), (nr + 1, 2 * nr - 1)):
+        got = weigh(
+            kernels,
+            q,
+            k,
+            np.zeros(len(q)),
+            key_begin=begin,
+            key_end=end,
+            all_sees=(-nr, 3 * nr),
+            kernel="weigh_few",
+        )
+        panels = np.arange(begin // nr * nr, -(-end // nr) * nr)
+        expected = np.exp2(scores[:, np.clip(panels, begin, end - 1)])
+        np.testing.assert_array_equal(got.weights[:, panels], expected)
+
+
+def test_few_rows_take_keys_at_any_stride(kernels):
+    width, keys = 2 * kernels.vl, kernels.attention_nr + 3
+    q, k = (random(i, n, width, dtype=kernels.dtype) for i, n in enumerate((3, keys)))
+    packed = weigh(kernels, q, k, kernel="weigh_few", k_stride=width)
+    for stride in (width + 1, 3 * width, -width, -width - 7):
+        got = weigh(kernels, q, k, kernel="weigh_few", k_stride=stride)
+        for a, b in zip(got, packed, strict=True):
+            assert same_bits(a, b)
+    k[:] = k[:1]  # one key for all
+    same = weigh(kernels, q, k, kernel="weigh_few", k_stride=0)
+    assert same_bits(same.weights, weigh(kernels, q, k, kernel="weigh_few").weights)
+
+
+@pytest.mark.parametrize("next_stride", [0, 1, -1000, 1 << 20])
+def test_what_is_fetched_ahead_changes_no_bit_and_is_not_read(kernels, next_stride):
+    """Not even where there is no memory."""
+    scores = whole_scores(kernels, kernels.attention_mr, 2)
+    q, k = operands(scores)
+    ahead = {"next": 8, "next_stride": next_stride}
+    plain = weigh(kernels, q, k, kernel="weigh_few")
+    got = weigh(kernels, q, k, kernel="weigh_few", **ahead)
+    for a, b in zip(got, plain, strict=True):
+        assert same_bits(a, b)
+    for rows in range(1, len(q) + 1):
+        for columns in column_counts(kernels):
+            weights = plain.weights[:rows]
+            v = random(1, weights.shape[1], columns, dtype=kernels.dtype)
+            out = random(2, rows, columns, dtype=kernels.dtype)
+            expected = values(kernels, weights, v, out)
+            assert same_bits(values(kernels, weights, v, out, **ahead), expected)
+
+
+# ------------------------------------------------------------------ maxima
 
 
 def whole_scores(kernels, rows, panels, seed=0):
@@ -244,118 +476,162 @@ def whole_scores(kernels, rows, panels, seed=0):
     return np.random.default_rng(seed).integers(-20, RAISE + 1, (rows, keys)).astype(kernels.dtype)
 
 
-def lane_sums(kernels, weights):
-    """Sums of each lane in order of the keys."""
-    total = np.zeros((len(weights), kernels.vl), weights.dtype)
-    for j in range(0, weights.shape[1], kernels.vl):
-        total = total + weights[:, j : j + kernels.vl]
-    return total
-
-
-def test_weights_and_their_sums_without_a_new_maximum(kernels):
-    for rows in (1, kernels.attention_mr):
-        scores = whole_scores(kernels, rows, 3)
-        scores[0, 5] = RAISE  # not above it
-        old_sum = random(1, rows, kernels.vl, dtype=kernels.dtype) ** 2
-        old_out = random(2, rows, 3 * kernels.vl, dtype=kernels.dtype)
-        weights, row_max, row_sum, out = softmax(kernels, scores, [3.5] * rows, old_sum, old_out)
-        np.testing.assert_array_equal(weights, np.exp2(scores))
-        assert (row_max == 3.5).all()
-        assert same_bits(out, old_out)
-        in_order = old_sum
-        for j in range(0, scores.shape[1], kernels.vl):
-            in_order = in_order + weights[:, j : j + kernels.vl]
-        assert same_bits(row_sum, in_order)
-
-
-def test_the_first_block_sets_the_maximum(kernels):
-    scores = whole_scores(kernels, 3, 2)
+@both
+def test_the_first_panel_sets_the_maximum(kernels, kernel):
+    scores = whole_scores(kernels, 4, 2)
     scores[1] -= 1000
     scores[2] += 100
-    weights, row_max, row_sum, out = softmax(kernels, scores, [-np.inf] * 3)
-    top = scores.max(axis=1)
-    assert same_bits(row_max, top)
-    np.testing.assert_array_equal(weights, np.exp2(scores - top[:, None]))
-    assert same_bits(row_sum, lane_sums(kernels, weights))
-    assert not out.any()
+    scores[3, : kernels.attention_nr] = 0
+    got = weigh(kernels, *operands(scores), kernel=kernel)
+    check_exact(kernels, got, weighed(kernels, scores))
+    of_panel = scores[:, : kernels.attention_nr].max(axis=1)
+    # None of them is raised in the second panel.
+    assert same_bits(got.row_max, of_panel)
 
 
-def test_a_score_far_above_raises_its_own_row_only(kernels):
-    mr = kernels.attention_mr
-    for lane in (0, kernels.vl - 1, kernels.vl, 2 * kernels.attention_nr - 1):
-        scores = whole_scores(kernels, mr, 2)
-        old_sum = np.full((mr, kernels.vl), 4, kernels.dtype)
-        old_out = random(2, mr, 3 * kernels.vl, dtype=kernels.dtype)
-        quiet = softmax(kernels, scores, [1] * mr, old_sum, old_out)
-        raised = mr - 1
-        scores[raised, lane] = RAISE + 8
-        weights, row_max, row_sum, out = softmax(kernels, scores, [1] * mr, old_sum, old_out)
-        for before, after in zip(quiet, (weights, row_max, row_sum, out), strict=True):
-            assert same_bits(before[:raised], after[:raised])
-        factor = kernels.dtype.type(2.0 ** -(RAISE + 8))
-        assert row_max[raised] == 1 + RAISE + 8
-        expected = np.exp2(scores[raised] - RAISE - 8)
-        np.testing.assert_array_equal(weights[raised], expected)
-        assert same_bits(out[raised], old_out[raised] * factor)
-        in_order = old_sum[raised] * factor
-        for j in range(0, scores.shape[1], kernels.vl):
-            in_order = in_order + expected[j : j + kernels.vl]
-        assert same_bits(row_sum[raised], in_order)
+@both
+def test_a_score_far_above_raises_its_own_row_only(kernels, kernel):
+    mr, nr = kernels.attention_mr, kernels.attention_nr
+    old_sum = np.full((mr, kernels.vl), 4, kernels.dtype)
+    old_out = random(2, mr, 3 * kernels.vl, dtype=kernels.dtype)
+    state = np.ones(mr), old_sum, old_out
+    quiet = weigh(kernels, *operands(whole_scores(kernels, mr, 3)), *state, kernel=kernel)
+    for raised, lane in itertools.product(
+        {0, mr // 2, mr - 1}, (0, kernels.vl - 1, nr, 3 * nr - 1)
+    ):
+        for above in (RAISE + 1, RAISE + 30):
+            scores = whole_scores(kernels, mr, 3)
+            scores[raised, lane] = 1 + above
+            got = weigh(kernels, *operands(scores), *state, kernel=kernel)
+            check_exact(kernels, got, weighed(kernels, scores, *state))
+            assert got.row_max[raised] == 1 + above
+            assert same_bits(got.out[raised], old_out[raised] * kernels.dtype.type(2.0**-above))
+            for i in set(range(mr)) - {raised}:
+                assert all(map(same_bits, got.row(i), quiet.row(i)))
 
 
-def test_rows_that_see_nothing_stay_as_they_were_started(kernels):
-    scores = np.full((2, 2 * kernels.attention_nr), -np.inf, kernels.dtype)
-    weights, row_max, row_sum, out = softmax(kernels, scores, [-np.inf, 7])
-    assert not weights.any()
-    assert not row_sum.any()
-    assert not out.any()
-    assert row_max.tolist() == [-np.inf, 7]
+@both
+def test_maxima_that_rise_from_panel_to_panel(kernels, kernel):
+    """Each rise rescales the weights of all panels before, the sums, and the outputs."""
+    mr, nr = kernels.attention_mr, kernels.attention_nr
+    heights = np.resize([[0, 9, 20, 12, 40], [30, 0, 39, 60, 39], [0, 12, 24, 36, 48]], (mr, 5))
+    for begin in (0, nr + 2):
+        scores = whole_scores(kernels, mr, 5) + np.repeat(heights, nr, axis=1)
+        row_max = np.where(np.arange(mr) % 2, 0, -np.inf)
+        row_sum = np.where(np.arange(mr) % 2, 3.0, 0)[:, None] * np.ones(kernels.vl)
+        row_sum = row_sum.astype(kernels.dtype)
+        out = random(2, mr, 3 * kernels.vl, dtype=kernels.dtype) * (row_sum[:, :1] > 0)
+        state = row_max, row_sum, out
+        got = weigh(kernels, *operands(scores), *state, key_begin=begin, kernel=kernel)
+        panels = slice(begin // nr * nr, None)
+        hidden = np.where(np.arange(5 * nr) < begin, -np.inf, scores)[:, panels]
+        expected = weighed(kernels, hidden, *state)
+        assert (expected.row_max > row_max + RAISE).all()
+        check_exact(kernels, (got.weights[:, panels], *got[1:]), expected)
 
 
+@both
+def test_rows_that_see_nothing_stay_as_they_were(kernels, kernel):
+    q, k = operands(whole_scores(kernels, 3, 2))
+    out = random(2, 3, kernels.vl, dtype=kernels.dtype)
+    row_sum = np.ones((3, kernels.vl), kernels.dtype)
+    row_max = [-np.inf, 7, -np.inf]
+    out[0] = row_sum[0] = 0
+    out[2] = row_sum[2] = np.nan  # a NaN before any maximum
+    got = weigh(kernels, q, k, row_max, row_sum, out, last=[0, 0, 0], kernel=kernel)
+    assert not got.weights.any()
+    assert same_bits(got.row_sum, row_sum)
+    assert same_bits(got.out, out)
+    assert got.row_max.tolist() == row_max
+
+
+@both
+def test_a_first_key_in_a_later_panel(kernels, kernel):
+    nr, rows = kernels.attention_nr, kernels.attention_mr
+    scores = whole_scores(kernels, rows, 3)
+    first = np.resize([0, nr - 1, nr, 2 * nr + 1, 3 * nr - 1, 3 * nr], rows)
+    got = weigh(kernels, *operands(scores), first=first, kernel=kernel)
+    hidden = np.where(np.arange(3 * nr) < first[:, None], -np.inf, scores)
+    check_exact(kernels, got, weighed(kernels, hidden))
+
+
+@both
 @pytest.mark.parametrize("row_max", [-np.inf, 0.0])
-def test_nan_makes_the_sum_nan_and_no_other_row(kernels, row_max):
-    for lane in range(2 * kernels.attention_nr):
-        scores = whole_scores(kernels, 2, 2)
-        scores[0, lane] = np.nan
-        scores[0, (lane + 1) % scores.shape[1]] = 2 * RAISE
-        weights, _, row_sum, _ = softmax(kernels, scores, [row_max] * 2)
-        assert np.isnan(weights[0, lane])
-        assert np.isnan(row_sum[0].sum())
-        assert np.isfinite(weights[1]).all()
-        assert np.isfinite(row_sum[1]).all()
-
-
-def test_panels_outside_the_keys_asked_for_are_left_alone(kernels):
+def test_nan_stays_in_its_row(kernels, kernel, row_max):
+    """Its own weight is NaN, and its row's sum; maxima rise around it, in its row and in others."""
     nr = kernels.attention_nr
-    scores = whole_scores(kernels, 2, 4)
-    scores[:, :nr] = scores[:, 3 * nr :] = np.nan
-    weights, _, row_sum, _ = softmax(kernels, scores, [0, 0], key_begin=nr + 1, key_end=3 * nr - 1)
-    inside = slice(nr, 3 * nr)
-    np.testing.assert_array_equal(weights[:, inside], np.exp2(scores[:, inside]))
-    assert same_bits(row_sum, lane_sums(kernels, weights[:, inside]))
-    assert np.isnan(weights[:, :nr]).all()
-    assert np.isnan(weights[:, 3 * nr :]).all()
+    for lane, other in itertools.product(range(nr), (0, kernels.vl - 1, kernels.vl, nr - 1)):
+        for nan_row, panel, raised_panel in ((0, 0, 0), (2, 0, 1), (1, 1, 1), (0, 1, 0)):
+            scores = whole_scores(kernels, 3, 2)
+            scores[:, panel * nr + lane] = -np.inf
+            scores[nan_row, panel * nr + lane] = np.nan
+            if (panel, lane) != (raised_panel, other):
+                scores[:, raised_panel * nr + other] = 2 * RAISE + np.arange(3)
+            got = weigh(kernels, *operands(scores), [row_max] * 3, kernel=kernel)
+            check_exact(kernels, got, weighed(kernels, scores, [row_max] * 3))
+            assert np.isnan(got.weights).sum() == 1
+            assert np.isnan(got.row_sum).sum() == 1
+
+
+@both
+def test_a_row_of_nan_and_a_row_of_infinity(kernels, kernel):
+    scores = whole_scores(kernels, 4, 3)
+    q, k = operands(scores)
+    quiet = weigh(kernels, q, k, kernel=kernel)
+    for bad in (np.nan, np.inf):
+        for i in range(4):
+            q_bad = q.copy()
+            q_bad[i] = bad  # inf * 0 is NaN: such a row has no maximum, yet its sum is NaN
+            got = weigh(kernels, q_bad, k, kernel=kernel)
+            assert np.isnan(got.weights[i]).all()
+            assert np.isnan(got.row_sum[i]).all()
+            assert got.row_max[i] == -np.inf
+            for j in set(range(4)) - {i}:
+                assert all(map(same_bits, got.row(j), quiet.row(j)))
+    # A score of +inf: inf - inf is NaN, at that key; all others weigh nothing.
+    scores[:, 5] = [np.inf, -np.inf, -np.inf, np.inf]
+    got = weigh(kernels, *operands(scores), kernel=kernel)
+    assert np.isnan(got.row_sum[[0, 3]].sum(axis=1)).all()
+    check_exact(kernels, (a[1:3] for a in got), weighed(kernels, scores[1:3]))
 
 
 # ------------------------------------------------------------------ value_tile
 
 
 def column_counts(kernels):
-    vl = kernels.vl
-    return (0, vl, 2 * vl, 3 * vl, 4 * vl, 5 * vl)
+    """Whole vectors: few rows take up to eight at once, or half as many, or two, or one."""
+    return [kernels.vl * n for n in (0, 1, 2, 3, 4, 5, 8, 11, 15, 16)]
 
 
 def test_value_bits_are_those_of_a_sum_in_order(kernels):
-    for rows in (1, kernels.attention_mr):
+    for rows in range(1, kernels.attention_mr + 1):
+        weights, v = (
+            random(0, rows, 13, dtype=kernels.dtype),
+            random(1, 13, 16 * kernels.vl, dtype=kernels.dtype),
+        )
+        out = random(2, rows, 16 * kernels.vl, dtype=kernels.dtype)
+        of_block = np.zeros_like(out)
+        for j in range(13):
+            of_block = kernels.multiply_add(weights[:, j, None], v[j], of_block)
         for columns in column_counts(kernels):
-            for keys in (1, 2, 13):
-                weights = random(0, rows, keys, dtype=kernels.dtype)
-                v = random(1, keys, columns, dtype=kernels.dtype)
-                out = random(2, rows, columns, dtype=kernels.dtype)
-                of_block = np.zeros_like(out)
-                for j in range(keys):
-                    of_block = kernels.multiply_add(weights[:, j, None], v[j], of_block)
-                assert same_bits(values(kernels, weights, v, out), out + of_block)
+            got = values(kernels, weights, v[:, :columns], out[:, :columns])
+            assert same_bits(got, (out + of_block)[:, :columns])
+
+
+def test_values_and_weights_of_any_strides(kernels):
+    for rows in (1, 3, kernels.attention_mr):
+        for columns in column_counts(kernels):
+            weights = random(0, rows, 40, dtype=kernels.dtype)
+            v = random(1, 40, columns, dtype=kernels.dtype)
+            out = random(2, rows, columns, dtype=kernels.dtype)
+            plain = values(kernels, weights, v, out)
+            spread = widened(weights, GAP)
+            for view in (widened(v, 1), widened(v, kernels.vl), v[::-1].copy()[::-1]):
+                assert same_bits(values(kernels, spread, view, out), plain)
+            one = np.broadcast_to(v[:1], v.shape)
+            assert same_bits(
+                values(kernels, weights, one, out), values(kernels, weights, one.copy(), out)
+            )
 
 
 def test_value_error(kernels):
@@ -461,41 +737,138 @@ def test_finish_row_of_nan(kernels):
 
 def test_all_finite(kernels):
     big = np.finfo(kernels.dtype).max
-    for count in range(0, 5 * kernels.vl, kernels.vl):
-        memory = np.full(count + 2, np.nan, kernels.dtype)  # NaN on both sides
-        v = memory[1:-1]
-        v[:] = np.random.default_rng(0).choice([-big, big, -0.0, 5e-324, 1.0], count)
-        assert kernels.all_finite(address(v), count)
+    for rows, vectors, gap in itertools.product((0, 1, 3), (0, 1, 2), (0, 1, 9)):
+        columns = vectors * kernels.vl
+        memory = np.full((rows + 2, columns + gap), np.nan, kernels.dtype)  # NaN on all sides
+        v = memory[1:-1, :columns]
+        v[:] = np.random.default_rng(0).choice([-big, big, -0.0, 5e-324, 1.0], v.shape)
+        size = address(v), rows, columns, columns + gap
+        assert kernels.all_finite(*size)
         for bad in (np.nan, np.inf, -np.inf):
-            for j in range(count):
-                old, v[j] = v[j], bad
-                assert not kernels.all_finite(address(v), count)
-                v[j] = old
+            for at in np.ndindex(v.shape):
+                old, v[at] = v[at], bad
+                assert not kernels.all_finite(*size)
+                v[at] = old
+
+
+# ------------------------------------------------------------------ merge_row
+
+
+def parts(kernels, columns, maxima):
+    """(out, row_max, row_sum) of a row, for each of the maxima."""
+    return [
+        (
+            random(i, columns, dtype=kernels.dtype),
+            m,
+            random(i + 50, kernels.vl, dtype=kernels.dtype) ** 2,
+        )
+        for i, m in enumerate(maxima)
+    ]
+
+
+def test_merging_scales_the_part_of_the_lower_maximum(kernels):
+    for columns in column_counts(kernels):
+        for a_max, b_max in ((0, 0), (3, 5), (5, 3), (-7.0, 20), (90.5, 90.5), (1e30, 1e30)):
+            a, b = parts(kernels, columns, (a_max, b_max))
+            top = max(a_max, b_max)
+            keep, take = (kernels.dtype.type(np.exp2(m - top)) for m in (a_max, b_max))
+            out, row_max, row_sum = merge(kernels, a, b)
+            # Factors are powers of two, so that only the additions round.
+            assert same_bits(out, a[0] * keep + b[0] * take)
+            assert same_bits(row_sum, a[2] * keep + b[2] * take)
+            assert row_max[0] == kernels.dtype.type(top)
+
+
+def test_merging_error(kernels):
+    eps = float(np.finfo(kernels.dtype).eps)
+    a, b = parts(kernels, 3 * kernels.vl, (0.3, 2.9))
+    a_max, b_max = (float(kernels.dtype.type(m)) for m in (0.3, 2.9))
+    for one, two, factors in (
+        (a, b, (np.exp2(a_max - b_max), 1)),
+        (b, a, (1, np.exp2(a_max - b_max))),
+    ):
+        out, _, row_sum = merge(kernels, one, two)
+        for got, x, y in ((out, one[0], two[0]), (row_sum, one[2], two[2])):
+            terms = [f * z.astype(np.longdouble) for f, z in zip(factors, (x, y), strict=True)]
+            # The difference of the maxima, 2^x in two units, a product and the sum.
+            assert (np.abs(got - sum(terms)) <= 6 * eps * sum(map(np.abs, terms))).all()
+
+
+def test_merging_with_a_part_that_saw_nothing_changes_no_bit(kernels):
+    columns = 3 * kernels.vl
+    (some,) = parts(kernels, columns, [2.5])
+    some[0][:4] = [-0.0, 0.0, np.inf, np.finfo(kernels.dtype).smallest_subnormal]
+    none = np.zeros(columns, kernels.dtype), -np.inf, np.zeros(kernels.vl, kernels.dtype)
+    for merged in (merge(kernels, some, none), merge(kernels, none, some)):
+        assert same_bits(merged[0], some[0])
+        assert merged[1][0] == 2.5
+        assert same_bits(merged[2], some[2])
+    out, row_max, row_sum = merge(kernels, none, none)
+    assert not out.any()
+    assert row_max[0] == -np.inf
+    assert not row_sum.any()
+
+
+@pytest.mark.parametrize("maxima", [(0, 0), (0, 3), (3, 0), (-np.inf, 0), (0, -np.inf), (0, 200)])
+def test_nan_of_either_part_comes_through_the_merge(kernels, maxima):
+    """Of a row without a maximum too: 0 * inf, where all scores of that part are -inf."""
+    columns = 2 * kernels.vl
+    for which, of_sum in itertools.product((0, 1), (False, True)):
+        two = parts(kernels, columns, maxima)
+        for i in (0, 1):
+            if maxima[i] == -np.inf:
+                two[i][0][:] = two[i][2][:] = 0
+        two[which][2 if of_sum else 0][1] = np.nan
+        out, row_max, row_sum = merge(kernels, *two)
+        assert np.flatnonzero(np.isnan(out)).tolist() == ([] if of_sum else [1])
+        assert np.flatnonzero(np.isnan(row_sum)).tolist() == ([1] if of_sum else [])
+        assert row_max[0] == max(maxima)
 
 
 # ------------------------------------------------------------------ all together
 
 
-def run_blocks(kernels, q, blocks, sees=None):
-    """Attention of stacked rows over a list of (k, v): the whole chain, as the loops call it."""
+def run_blocks(kernels, q, blocks, sees=None, kernel="weigh_tile", parts=1):
+    """Attention of stacked rows over a list of (k, v): the whole chain, as the loops call it.
+
+    With more parts than one, these are runs of blocks by themselves, merged in order.
+    """
     rows, columns = len(q), kernels.whole_vectors(blocks[0][1].shape[1])
-    out = np.full((rows, columns), np.nan, kernels.dtype)
-    row_max, row_sum = np.empty(rows, kernels.dtype), np.empty((rows, kernels.vl), kernels.dtype)
-    for i in range(rows):
-        kernels.start_row(address(out[i:]), columns, address(row_max[i:]), address(row_sum[i:]))
-    q = pack_rows(kernels, list(q), q.shape[1], 1, np.log2(np.e)).T
-    start = 0
-    for k, v in blocks:
-        first, last = sees if sees is not None else (np.zeros(rows, int), np.full(rows, 1 << 30))
-        last = np.minimum(last, start + len(k))
-        scores = score(kernels, q, k, row_max, first, last, start)
-        weights, row_max, row_sum, out = softmax(kernels, scores, row_max, row_sum, out)
-        padded = np.zeros((weights.shape[1], columns), kernels.dtype)
-        padded[: len(v), : v.shape[1]] = v
-        out = values(kernels, weights, padded, out, key_end=len(k))
-        start += len(k)
+    scaled = pack_columns(kernels, q, q.shape[1], q.shape[1], np.log2(np.e))
+    state, start = None, 0
+    for part in np.array_split(np.arange(len(blocks)), parts):
+        out = np.full((rows, columns), np.nan, kernels.dtype)
+        row_max = np.empty(rows, kernels.dtype)
+        row_sum = np.empty((rows, kernels.vl), kernels.dtype)
+        for i in range(rows):
+            kernels.start_row(address(out[i:]), columns, address(row_max[i:]), address(row_sum[i:]))
+        for k, v in (blocks[i] for i in part):
+            first, last = (
+                sees if sees is not None else (np.zeros(rows, int), np.full(rows, 1 << 30))
+            )
+            got = weigh(
+                kernels,
+                scaled,
+                k,
+                row_max,
+                row_sum,
+                out,
+                first=first,
+                last=np.minimum(last, start + len(k)),
+                key_start=start,
+                kernel=kernel,
+            )
+            weights, row_max, row_sum, out = got
+            padded = np.zeros((len(v), columns), kernels.dtype)
+            padded[:, : v.shape[1]] = v
+            out = values(kernels, weights, padded, out, key_end=len(k))
+            start += len(k)
+        of_part = list(zip(out, row_max, row_sum, strict=True))
+        if state is not None:
+            of_part = [merge(kernels, a, b) for a, b in zip(state, of_part, strict=True)]
+        state = of_part
     width = blocks[0][1].shape[1]
-    results = [finish(kernels, out[i], row_max[i], row_sum[i], width) for i in range(rows)]
+    results = [finish(kernels, a, np.ravel(m)[0], b, width) for a, m, b in state]
     return np.array([r[0] for r in results]), np.array([r[1] for r in results])
 
 
@@ -527,11 +900,17 @@ def make_blocks(kernels, lengths, head_dim, columns, seed=0):
 
 
 def check_blocks(kernels, q, blocks, sees=None):
-    got, lse = run_blocks(kernels, q, blocks, sees)
+    for kernel, parts in itertools.product(("weigh_tile", "weigh_few"), (1, 2, 3)):
+        check_result(kernels, run_blocks(kernels, q, blocks, sees, kernel, parts), q, blocks, sees)
+
+
+def check_result(kernels, result, q, blocks, sees):
+    got, lse = result
     exact, exact_lse, size = whole_softmax(q, blocks, sees)
     keys, largest = sum(len(k) for k, _ in blocks), max(np.abs(v).max() for _, v in blocks)
     # A score is a sum of head_dim + 3 terms (the scale, the maximum and its rises), and its error a
     # relative one of the weight; then come two sums over the keys, and 2^x of about one unit.
+    # Merging takes the difference of two maxima, like a rise.
     of_score = gamma(q.shape[1] + 3 + 2 * len(blocks), kernels.dtype) * 2 * size
     bound = 2 * of_score + 2 * gamma(keys + 4, kernels.dtype)
     assert (np.abs(got - exact) <= (bound * largest)[:, None]).all()
@@ -604,12 +983,14 @@ def test_the_guards_see_a_stray_write():
     g.check(slack=1)
 
 
-def test_blocks_order_is_fixed(kernels):
+@both
+def test_blocks_order_is_fixed(kernels, kernel):
     """One long run and the same blocks with the rows apart give the same bits."""
     q = random(9, kernels.attention_mr, 8, dtype=kernels.dtype)
     blocks = make_blocks(kernels, [32] * 3, 8, 11)
-    together, lse = run_blocks(kernels, q, blocks)
-    for a, b in pairwise(range(len(q) + 1)):
-        alone, lse_alone = run_blocks(kernels, q[a:b], blocks)
-        assert same_bits(alone, together[a:b])
-        assert same_bits(lse_alone, lse[a:b])
+    for parts in (1, 2):
+        together, lse = run_blocks(kernels, q, blocks, kernel=kernel, parts=parts)
+        for a, b in itertools.pairwise(range(len(q) + 1)):
+            alone, lse_alone = run_blocks(kernels, q[a:b], blocks, kernel=kernel, parts=parts)
+            assert same_bits(alone, together[a:b])
+            assert same_bits(lse_alone, lse[a:b])

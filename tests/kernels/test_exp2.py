@@ -1,9 +1,9 @@
-"""2^x, as softmax_tile computes it."""
+"""2^x, as the weights of keys are computed."""
 
 import numpy as np
 import pytest
 
-from tests.kernels.test_attention import RAISE, softmax
+from tests.kernels.test_attention import RAISE, weigh
 from tests.oracle import random
 
 # What kernel/exp2.inc.h promises; 4e-16 leaves its 2e-16 the last rounding of the result.
@@ -12,11 +12,7 @@ RELATIVE_ERROR = {np.dtype(np.float32): 1e-7, np.dtype(np.float64): 4e-16}
 
 def exp2(kernels, x):
     """2^x for a vector with x <= RAISE, at most which the scores' maximum stays where it is."""
-    whole = np.full(
-        -(-x.size // kernels.attention_nr) * kernels.attention_nr, -np.inf, kernels.dtype
-    )
-    whole[: x.size] = x
-    return softmax(kernels, whole[None], row_max=[0])[0][0, : x.size]
+    return weigh(kernels, [[1]], np.reshape(x, (-1, 1)), row_max=[0]).weights[0, : x.size]
 
 
 def lowest(kernels):
