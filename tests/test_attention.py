@@ -86,6 +86,39 @@ def test_every_number_of_rows_around_the_tiles():
         check_attention(got, q, k, v, is_causal=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_few_rows(dtype):
+    """Up to 15 rows of a group, and the first numbers above; widths off the vectors, and whole."""
+    for T in range(1, 16):
+        for G in range(1, 17):
+            H, Hv = ((32, 48), (7, 19), (64, 5), (1, 16))[(T + G) % 4]
+            q, k, v = qkv(T=T, S=37, N=2 * G, K=2, H=H, Hv=Hv, dtype=dtype, seed=T + G)
+            got = dot_product_attention(q, k, v, return_lse=True)
+            check_attention(got, q, k, v)
+            if T * G < 20:
+                options = {"is_causal": True, "query_offset": 37 - T, "return_lse": True}
+                got = dot_product_attention(q, k, v, **options)
+                del options["return_lse"]
+                check_attention(got, q, k, v, **options)
+
+
+CHUNK_EDGES = [511, 512, 513, 1023, 1024, 1025, 16383, 16384, 16385, 17407, 17408, 17409]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", CHUNK_EDGES)
+def test_every_length_around_the_chunks_of_keys(S, dtype):
+    for T, N, H, Hv in ((1, 2, 16, 16), (3, 2, 9, 5), (20, 1, 4, 3)):
+        q, k, v = qkv(B=2, T=T, S=S, N=N, K=1, H=H, Hv=Hv, dtype=dtype)
+        options = {
+            "is_causal": True,
+            "query_offset": np.array([S - T, S - T - 1]),
+            "key_value_seq_lengths": np.array([S - 1, S]),
+        }
+        got = dot_product_attention(q, k, v, return_lse=True, num_threads=3, **options)
+        check_attention(got, q, k, v, **options)
+
+
 def test_inputs_without_batch_axis():
     q, k, v = qkv(T=9, S=30, N=4, K=2)
     out, lse = dot_product_attention(q, k, v, return_lse=True)
@@ -105,13 +138,25 @@ def test_inputs_without_batch_axis():
 
 
 def test_query_head_n_uses_key_head_n_over_group():
-    for N, K in ((6, 2), (6, 3), (8, 1), (12, 4)):
-        q, k, v = qkv(T=4, S=6, N=N, K=K, H=8)
+    """Each head by itself gives the same bits, where its rows are as few or many as a group's."""
+    for T, N, K in ((1, 6, 2), (4, 6, 3), (3, 4, 1), (17, 6, 2), (17, 12, 4), (130, 6, 2)):
+        q, k, v = qkv(T=T, S=21, N=N, K=K, H=8)
         out = dot_product_attention(q, k, v)
         for n in range(N):
             head = slice(n // (N // K), n // (N // K) + 1)
             one = dot_product_attention(q[:, :, n : n + 1], k[:, :, head], v[:, :, head])
             assert same_bits(one, np.ascontiguousarray(out[:, :, n : n + 1]))
+
+
+def test_few_rows_of_each_head_and_many_of_a_group_agree():
+    """A head by itself has few rows, its group many: both are as near to the exact result."""
+    for T, N, K in ((4, 8, 1), (8, 12, 2), (15, 32, 2)):
+        q, k, v = qkv(T=T, S=600, N=N, K=K, H=8)
+        check_attention(dot_product_attention(q, k, v, return_lse=True), q, k, v)
+        for n in range(N):
+            head = slice(n // (N // K), n // (N // K) + 1)
+            one = q[:, :, n : n + 1], k[:, :, head], v[:, :, head]
+            check_attention(dot_product_attention(*one, return_lse=True), *one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,9 +245,10 @@ def test_causal_with_unequal_lengths_asks_for_the_offset(T, S):
         dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=np.array([min(T, S)]))
 
 
-def test_key_lengths_equal_slices_bit_for_bit():
-    q, k, v = qkv(B=5, T=6, S=300, N=4, K=2)
-    lengths = [300, 1, 33, 256, 0]
+@pytest.mark.parametrize("T", PATHS.values(), ids=PATHS)
+def test_key_lengths_equal_slices_bit_for_bit(T):
+    q, k, v = qkv(B=5, T=T, S=1030, N=4, K=2)
+    lengths = [1030, 1, 513, 512, 0]
     for dtype in (np.int64, np.int32, np.uint8):
         n = np.array([min(x, 255) for x in lengths] if dtype == np.uint8 else lengths, dtype)
         out, lse = dot_product_attention(q, k, v, key_value_seq_lengths=n, return_lse=True)
@@ -242,15 +288,16 @@ def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity(dtype):
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38])
 @pytest.mark.parametrize("Hv", [16, 5])
-@pytest.mark.parametrize("T", [1, 6, 100])
-def test_what_is_not_seen_changes_no_bit(T, Hv, bad):
-    S = 300
-    q, k, v = qkv(B=2, T=T, S=S, N=4, K=2, H=8, Hv=Hv)
-    lengths = np.array([37, 256])
+@pytest.mark.parametrize("T", [1, 6, 20, 100])
+@pytest.mark.parametrize("S", [300, 1100])
+def test_what_is_not_seen_changes_no_bit(S, T, Hv, bad):
+    q, k, v = qkv(B=2, T=T, S=S, N=4, K=2, H=16 if Hv == 16 else 8, Hv=Hv)
+    lengths = np.array([37, 256 if S == 300 else 521])
     for options in (
         {"key_value_seq_lengths": lengths},
         {"is_causal": True, "query_offset": np.array([40, 5])},
         {"is_causal": True, "query_offset": 100, "key_value_seq_lengths": lengths},
+        {"is_causal": True, "query_offset": S - 590 if S > 590 else -T},
         {"query_seq_lengths": np.array([T // 2, 0]), "key_value_seq_lengths": lengths},
     ):
         sees = visible(
@@ -429,8 +476,9 @@ def test_scale_defaults_to_one_over_the_root_of_the_head_width():
         {"B": 2, "T": 5, "S": 7, "N": 4, "K": 2, "H": 8, "Hv": 8},
         {"B": 2, "T": 33, "S": 40, "N": 2, "K": 2, "H": 16, "Hv": 32},
         {"B": 1, "T": 1, "S": 300, "N": 2, "K": 1, "H": 7, "Hv": 3},
+        {"B": 2, "T": 3, "S": 600, "N": 4, "K": 2, "H": 32, "Hv": 16},
     ],
-    ids=["small", "whole vectors", "one query"],
+    ids=["small", "whole vectors", "one query", "few rows of whole vectors"],
 )
 def test_every_layout_gives_the_same_bits(size, dtype):
     arrays = qkv(**size, dtype=dtype)
@@ -517,40 +565,74 @@ def test_out_interleaved_with_an_input_does_not_overlap_it():
 # ------------------------------------------------------------------ bits
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_number_of_threads(dtype):
-    q, k, v = qkv(B=2, T=300, S=400, N=4, K=2, H=32, dtype=dtype)
-    for options in ({}, {"is_causal": True, "query_offset": 100}):
-        one = dot_product_attention(q, k, v, num_threads=1, return_lse=True, **options)
-        for threads in (2, 3, 7):
-            got = dot_product_attention(q, k, v, num_threads=threads, return_lse=True, **options)
-            assert same_bits(got[0], one[0])
-            assert same_bits(got[1], one[1])
+# Each has work for several threads, more of them than K/V heads, and keys in several chunks.
+SHARED = {
+    "one query": {"T": 1, "S": 9000, "N": 4, "K": 2, "H": 32, "Hv": 48},
+    "few rows": {"T": 3, "S": 4000, "N": 2, "K": 1, "H": 40, "Hv": 40},
+    "most chunked tiles": {"T": 128, "S": 1100, "N": 2, "K": 2, "H": 24},
+    "fewest chunked tiles": {"T": 8, "S": 3000, "N": 2, "K": 1, "H": 32},
+    "many rows": {"T": 300, "S": 400, "N": 4, "K": 2, "H": 32},
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_rest_of_the_batch(dtype):
-    q, k, v = qkv(B=9, T=37, S=300, N=4, K=2, H=24, dtype=dtype)
-    whole = dot_product_attention(q, k, v)
+@pytest.mark.parametrize("size", SHARED.values(), ids=SHARED)
+def test_bits_do_not_depend_on_the_number_of_threads(size, dtype):
+    S = size["S"]
+    for B in (1, 2):
+        q, k, v = qkv(B=B, **size, dtype=dtype)
+        for options in (
+            {},
+            {"is_causal": True, "query_offset": S // 4},
+            {"key_value_seq_lengths": np.array([S - 1, S // 2][:B])},
+        ):
+            one = dot_product_attention(q, k, v, num_threads=1, return_lse=True, **options)
+            for threads in (2, 3, 7):
+                got = dot_product_attention(
+                    q, k, v, num_threads=threads, return_lse=True, **options
+                )
+                assert same_bits(got[0], one[0])
+                assert same_bits(got[1], one[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SHARED.values(), ids=SHARED)
+def test_bits_do_not_depend_on_the_rest_of_the_batch(size, dtype):
+    q, k, v = qkv(B=9, **size, dtype=dtype)
+    whole = dot_product_attention(q, k, v, num_threads=2)
     for b in range(9):
-        assert same_bits(dot_product_attention(q[b], k[b], v[b]), whole[b])
+        for threads in (1, 7):
+            one = dot_product_attention(q[b], k[b], v[b], num_threads=threads)
+            assert same_bits(one, whole[b])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_queries_beside_it(dtype):
-    q, k, v = qkv(T=300, N=6, K=2, H=24, dtype=dtype)
-    whole, lse = dot_product_attention(q, k, v, is_causal=True, return_lse=True)
-    for begin, end in ((0, 1), (17, 18), (255, 258), (100, 300), (299, 300)):
-        got = dot_product_attention(
-            q[:, begin:end], k, v, is_causal=True, query_offset=begin, return_lse=True
-        )
-        assert same_bits(got[0], np.ascontiguousarray(whole[:, begin:end]))
-        assert same_bits(got[1], np.ascontiguousarray(lse[:, begin:end]))
-        # Keys that no query sees may as well be absent.
-        cut = dot_product_attention(
-            q[:, begin:end], k[:, :end], v[:, :end], is_causal=True, query_offset=begin
-        )
-        assert same_bits(cut, got[0])
+@pytest.mark.parametrize(
+    "T, ranges",
+    [
+        (5, ((0, 1), (2, 4), (4, 5))),
+        (42, ((0, 6), (17, 23), (10, 42), (36, 42))),
+        (300, ((0, 43), (17, 81), (100, 300), (257, 300))),
+    ],
+    ids=["few rows", "chunked tiles", "many rows"],
+)
+def test_bits_do_not_depend_on_the_queries_beside_it(T, ranges, dtype):
+    """As long as these are as few, or as many."""
+    S = 700
+    q, k, v = qkv(T=T, S=S, N=6, K=2, H=24, dtype=dtype)
+    for offset in (0, S - T):
+        options = {"is_causal": True, "return_lse": True}
+        whole, lse = dot_product_attention(q, k, v, query_offset=offset, **options)
+        for begin, end in ranges:
+            options["query_offset"] = offset + begin
+            got = dot_product_attention(q[:, begin:end], k, v, **options)
+            assert same_bits(got[0], np.ascontiguousarray(whole[:, begin:end]))
+            assert same_bits(got[1], np.ascontiguousarray(lse[:, begin:end]))
+            # Keys that no query sees may as well be absent.
+            seen = offset + end
+            cut = dot_product_attention(q[:, begin:end], k[:, :seen], v[:, :seen], **options)
+            assert same_bits(cut[0], got[0])
+            assert same_bits(cut[1], got[1])
 
 
 def test_bits_do_not_depend_on_where_the_arrays_lie():
@@ -724,7 +806,9 @@ def calls(draw):
     """Inputs of random shape, dtype and layout, and options that fit them."""
     sizes = st.integers(0, 70)
     B, K, G = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    T, S, H, Hv = draw(sizes), draw(sizes | st.integers(250, 262)), draw(sizes), draw(sizes)
+    T = draw(sizes | st.integers(1, 5))  # few rows read keys and values as they lie
+    S = draw(sizes | st.integers(250, 262) | st.sampled_from([511, 513, 1030]))
+    H, Hv = (draw(sizes | st.sampled_from([16, 32])) for _ in range(2))
     dtype = draw(st.sampled_from(DTYPES))
     arrays = []
     for i, shape in enumerate(((B, T, K * G, H), (B, S, K, H), (B, S, K, Hv))):
