@@ -76,6 +76,7 @@ typedef struct ta_attention_tile {
 typedef struct ta_norm {
     ptrdiff_t columns;
     int normalize;      /* otherwise x + residual is the result */
+    int subtract_mean;  /* LayerNorm; otherwise RMSNorm */
     const void *weight; /* [columns], or NULL for ones */
     const void *bias;   /* [columns], or NULL for zeros */
     double epsilon;

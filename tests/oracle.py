@@ -278,20 +278,24 @@ def check(got, exact, plain, floor, what="result"):
     )
 
 
-# ------------------------------------------------------------------ LayerNorm and the block
+# ------------------------------------------------------------------ norms and the block
 
 
-def layer_norm(s, weight, bias, eps, precision):
-    """LayerNorm of s over its last axis, in two passes, and a third for the mean's own rounding."""
-    s = np.asarray(s).astype(precision)
-    d = s - s.mean(axis=-1, keepdims=True)
-    d = d - d.mean(axis=-1, keepdims=True)
+def layer_norm(s, weight, bias, eps, precision, subtract_mean=True):
+    """LayerNorm of s over its last axis, in two passes, and a third for the mean's own rounding.
+
+    Without the mean, RMSNorm.
+    """
+    d = np.asarray(s).astype(precision)
+    if subtract_mean:
+        d = d - d.mean(axis=-1, keepdims=True)
+        d = d - d.mean(axis=-1, keepdims=True)
     y = d / np.sqrt((d * d).mean(axis=-1, keepdims=True) + precision(eps))
     y = y if weight is None else y * weight.astype(precision)
     return y if bias is None else y + bias.astype(precision)
 
 
-def layer_norm_floor(s, weight, bias, eps, dtype):
+def layer_norm_floor(s, weight, bias, eps, dtype, subtract_mean=True):
     """What rounding s itself to dtype, and D additions, may do to each row of the result.
 
     An error of one eps in an entry of s is multiplied by weight / deviation.
@@ -299,9 +303,10 @@ def layer_norm_floor(s, weight, bias, eps, dtype):
     s = np.asarray(s, np.float64)
     D = s.shape[-1]
     unit = float(np.finfo(dtype).eps)
-    deviation = np.sqrt(s.var(axis=-1, keepdims=True) + eps)
+    d = s - s.mean(axis=-1, keepdims=True) if subtract_mean else s
+    deviation = np.sqrt((d * d).mean(axis=-1, keepdims=True) + eps)
     w = 1.0 if weight is None else np.abs(weight).max()
-    y = np.abs(s - s.mean(axis=-1, keepdims=True)).max(axis=-1, keepdims=True) / deviation * w
+    y = np.abs(d).max(axis=-1, keepdims=True) / deviation * w
     size = np.abs(s).max(axis=-1, keepdims=True) / deviation * w
     b = 0.0 if bias is None else np.abs(bias).max()
     return unit * (2 * size + (4 + np.sqrt(D)) * y + b)
@@ -311,7 +316,9 @@ def block(
     x, w_q, w_k, w_v, w_o, precision, *, context=None, b_q=None, b_k=None, b_v=None, b_o=None,
     norm=None, residual=True, off=None, **options,
 ):  # fmt: skip
-    """The attention block in `precision`; norm is (weight, bias, eps) or None.
+    """The attention block in `precision`; norm is (weight, bias, eps), or None.
+
+    A fourth part of norm says whether the mean is subtracted.
 
     `off` is called with each intermediate result and how many units of rounding it may be off by,
     beside its own; it returns what to go on with.
@@ -334,7 +341,7 @@ def block(
     z = product(y, w_o, b_o, axes=2)
     z = x.astype(precision) + z if residual else z
     z = z if off is None else off(z, 0)
-    return z if norm is None else layer_norm(z, *norm, precision)
+    return z if norm is None else layer_norm(z, *norm[:3], precision, *norm[3:])
 
 
 remember_block = remember(block)
@@ -361,9 +368,9 @@ def block_floor(x, w_q, w_k, w_v, w_o, dtype, **options):
         worst = np.maximum(worst, error.max(axis=-1, keepdims=True, initial=0))
     if options.get("norm") is None:
         return worst
-    weight, bias, epsilon = options["norm"]
+    norm = options["norm"]
     before = block(x, *weights, np.float64, **{**options, "norm": None})
-    return worst + layer_norm_floor(before, weight, bias, epsilon, dtype)
+    return worst + layer_norm_floor(before, *norm[:3], dtype, *norm[3:])
 
 
 def check_block(got, x, w_q, w_k, w_v, w_o, **options):

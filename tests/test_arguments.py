@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from tests.oracle import HALVES, LAYOUTS, WRITABLE, random, same_bits
-from tileattn import AttentionBlock, LayerNorm, attention_block, dot_product_attention, reference
+from tileattn import (
+    AttentionBlock,
+    LayerNorm,
+    RMSNorm,
+    attention_block,
+    dot_product_attention,
+    reference,
+)
 from tileattn._arguments import check_attention, check_num_threads, overlaps, overlaps_itself
 
 B, T, S, N, K, H, HV = 2, 3, 5, 4, 2, 8, 6
@@ -776,7 +783,7 @@ def test_overlap_of_an_array_with_itself():
             assert not overlaps_itself(LAYOUTS[name](np.zeros(shape, F32))), name
 
 
-# ------------------------------------------------------------------ the block and LayerNorm
+# ------------------------------------------------------------------ the block and norms
 
 BLOCK_SHAPES = {"w_q": (D, N, H), "w_k": (D, K, H), "w_v": (D, K, HV), "w_o": (N, HV, D)}
 
@@ -808,7 +815,12 @@ WEIGHT_FAULTS = {
         ["norm.weight", (9,), (D,)],
     ),
     "norm of float64": ({"norm": LayerNorm(bias=np.ones(D))}, TypeError, ["norm.bias", "float64"]),
-    "norm as text": ({"norm": "post"}, TypeError, ["norm", "LayerNorm", "str"]),
+    "RMSNorm of another width": (
+        {"norm": RMSNorm(random(0, 9))},
+        ValueError,
+        ["norm.weight", (9,), (D,)],
+    ),
+    "norm as text": ({"norm": "post"}, TypeError, ["norm", "LayerNorm", "RMSNorm", "str"]),
     "scale": ({"scale": "0.5"}, TypeError, ["scale", "'0.5'"]),
     "scale as NaN": ({"scale": np.nan}, ValueError, ["scale", "nan"]),
     "residual as text": ({"residual": "no"}, TypeError, ["residual", "'no'"]),
@@ -948,6 +960,9 @@ NORM_FAULTS = {
 def test_layer_norm_refuses_parameters(given, error, names):
     refused(lambda: LayerNorm(**given), error, *names)
     refused(lambda: reference.layer_norm(random(2, B, D), **given), error, *names)
+    if "bias" not in given:
+        refused(lambda: RMSNorm(**given), error, *names)
+        refused(lambda: reference.rms_norm(random(2, B, D), **given), error, *names)
 
 
 NORM_CALL_FAULTS = {
@@ -975,21 +990,26 @@ NORM_CALL_FAULTS = {
 
 
 @pytest.mark.parametrize("given, error, names", NORM_CALL_FAULTS.values(), ids=NORM_CALL_FAULTS)
-def test_layer_norm_refuses_inputs(given, error, names):
-    norm = LayerNorm(random(0, D), random(1, D))
+def test_norms_refuse_inputs(given, error, names):
+    norm, rms_norm = LayerNorm(random(0, D), random(1, D)), RMSNorm(random(0, D))
     arguments = {
         "x": random(2, B, D),
         "residual": random(3, B, D),
         "out": np.full((B, D), 7, F32),
         **given,
     }
-    for call in (norm, lambda **given: reference.layer_norm(**given, **vars(norm))):
+    for call in (
+        norm,
+        lambda **given: reference.layer_norm(**given, **vars(norm)),
+        rms_norm,
+        lambda **given: reference.rms_norm(**given, weight=rms_norm.weight, eps=rms_norm.eps),
+    ):
         refused(lambda f=call: f(**arguments), error, *names)
     assert arguments["out"] is None or (arguments["out"] == 7).all()
 
 
-def test_layer_norm_output_may_not_overlap_its_inputs():
-    norm = LayerNorm()
+@pytest.mark.parametrize("norm", [LayerNorm(), RMSNorm()], ids=repr)
+def test_output_of_a_norm_may_not_overlap_its_inputs(norm):
     x, residual = random(0, B, D), random(1, B, D)
     for name, array in (("x", x), ("residual", residual)):
         refused(lambda a=array: norm(x, residual=residual, out=a), ValueError, "overlaps", name)

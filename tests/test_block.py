@@ -1,4 +1,4 @@
-"""AttentionBlock, attention_block and LayerNorm: every promise of their documentation."""
+"""AttentionBlock, attention_block and the norms: every promise of their documentation."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ from tests.oracle import (
     random,
     same_bits,
 )
-from tileattn import AttentionBlock, LayerNorm, _core, attention_block, reference
+from tileattn import AttentionBlock, LayerNorm, RMSNorm, _core, attention_block, reference
 
 DTYPES = [np.float32, np.float64]
 
@@ -57,7 +57,14 @@ def norm_of(D, dtype=np.float32, eps=1e-5):
     return LayerNorm(*parts), parts
 
 
+def rms_norm_of(D, dtype=np.float32, eps=1e-6):
+    """An RMSNorm, and what the oracle takes for it."""
+    weight = 1 + random(22, D, dtype=dtype) / 4
+    return RMSNorm(weight, eps), (weight, None, eps, False)
+
+
 PLAIN = (None, None, 1e-5)
+PLAIN_RMS = (None, None, 1e-6, False)
 
 SIZES = {
     "one of each": Sizes(D=1, N=1, K=1, H=1),
@@ -102,6 +109,18 @@ def test_biases_norm_and_residual_alone_and_together(norm, residual):
             some = {name: biases[name] for name in names}
             got = attention_block(x, *weights, **some, norm=norm, residual=residual)
             check_block(got, x, *weights, **some, norm=parts, residual=residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_takes_an_rms_norm(dtype):
+    for sizes in (Sizes(), SIZES["two slices of depth"]):
+        weights, x = sizes.weights(dtype), random(30, 2, 9, sizes["D"], dtype=dtype)
+        for norm, parts in (rms_norm_of(sizes["D"], dtype), (RMSNorm(), PLAIN_RMS)):
+            got = attention_block(x, *weights, norm=norm)
+            check_block(got, x, *weights, norm=parts)
+            # 1 position: columns are split among threads, and the norm comes after them.
+            got = attention_block(x[:, :1], *weights, norm=norm, num_threads=2)
+            check_block(got, x[:, :1], *weights, norm=parts)
 
 
 def test_parts_of_a_norm():
@@ -417,10 +436,13 @@ def test_a_block_and_a_norm_do_not_change():
     for name, value in {"num_heads": 2, "model_dim": 1, "norm": None, "is_causal": True}.items():
         with pytest.raises(AttributeError, match=f"^AttentionBlock.{name} does not change"):
             setattr(block, name, value)
-    for name in ("weight", "bias", "eps"):
-        with pytest.raises(AttributeError, match=f"^LayerNorm.{name} does not change"):
-            setattr(norm, name, None)
-    for array in (norm.weight, norm.bias):
+    rms_norm, _ = rms_norm_of(24)
+    for name in ("weight", "bias", "eps", "subtract_mean"):
+        for kind in (norm, rms_norm):
+            kind_name = type(kind).__name__
+            with pytest.raises(AttributeError, match=f"^{kind_name}.{name} does not change"):
+                setattr(kind, name, None)
+    for array in (norm.weight, norm.bias, rms_norm.weight):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
 
@@ -432,9 +454,11 @@ def test_a_block_is_not_copied_but_a_norm_is():
         with pytest.raises(TypeError, match=r"AttentionBlock.*weights"):
             duplicate(block)
     x = random(30, 9, 24)
-    for twin in (pickle.loads(pickle.dumps(norm)), copy.deepcopy(norm)):
-        assert same_bits(twin(x), norm(x))
-        assert not twin.weight.flags.writeable
+    for norm, _ in (norm_of(24), rms_norm_of(24, eps=1e-3)):
+        for twin in (pickle.loads(pickle.dumps(norm)), copy.deepcopy(norm)):
+            assert type(twin) is type(norm)
+            assert same_bits(twin(x), norm(x))
+            assert not twin.weight.flags.writeable
 
 
 def test_self_attention_needs_a_context_of_another_width():
@@ -500,20 +524,22 @@ def test_from_linear_with_a_packed_matrix(K):
     assert same_bits(block(x), attention_block(x, w_q, w_k, w_v, w_o))
 
 
-# ------------------------------------------------------------------ LayerNorm
+# ------------------------------------------------------------------ LayerNorm and RMSNorm
 
 
 def check_norm(got, x, residual, parts):
     s = x if residual is None else x + residual
-    exact, plain = (layer_norm(s, *parts, p) for p in (higher(x.dtype), x.dtype.type))
+    parts, kind = parts[:3], parts[3:]
+    exact, plain = (layer_norm(s, *parts, p, *kind) for p in (higher(x.dtype), x.dtype.type))
     assert got.dtype == x.dtype
-    check(got, exact, plain, layer_norm_floor(s, *parts, x.dtype))
+    check(got, exact, plain, layer_norm_floor(s, *parts, x.dtype, *kind))
+
+
+SHAPES = [(1,), (7,), (3, 1), (5, 37), (2, 3, 64), (2, 1, 3, 5), (300, 384)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(1,), (7,), (3, 1), (5, 37), (2, 3, 64), (2, 1, 3, 5), (300, 384)]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_layer_norm(shape, dtype):
     norm, parts = norm_of(shape[-1], dtype)
     x, residual = random(30, *shape, dtype=dtype), random(31, *shape, dtype=dtype)
@@ -522,6 +548,25 @@ def test_layer_norm(shape, dtype):
         check_norm(LayerNorm()(x, residual=z), x, z, PLAIN)
     got, expected = norm(x), reference.layer_norm(x, *parts)
     np.testing.assert_allclose(got, expected, rtol=0, atol=100 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape, dtype):
+    norm, parts = rms_norm_of(shape[-1], dtype)
+    x, residual = random(30, *shape, dtype=dtype), random(31, *shape, dtype=dtype)
+    for z in (None, residual):
+        check_norm(norm(x, residual=z), x, z, parts)
+        check_norm(RMSNorm()(x, residual=z), x, z, PLAIN_RMS)
+        expected = reference.rms_norm(x, norm.weight, norm.eps, residual=z)
+        atol = 100 * np.finfo(dtype).eps
+        np.testing.assert_allclose(norm(x, residual=z), expected, rtol=0, atol=atol)
+
+
+def test_norms_of_numbers_too_large_to_be_squared():
+    x = random(30, 3, 384)
+    for norm, kind in ((LayerNorm(), ()), (RMSNorm(), (False,))):
+        check_norm(norm(np.ldexp(x, 100)), x, None, (None, None, 0, *kind))
 
 
 @pytest.mark.parametrize("mean", [1e3, -1e5])
@@ -542,8 +587,8 @@ def test_layer_norm_of_equal_numbers_is_its_bias():
             np.testing.assert_array_equal(LayerNorm(weight, bias, eps)(x), np.tile(bias, (3, 1)))
 
 
-def test_layer_norm_layouts_and_out():
-    norm, _ = norm_of(16)
+@pytest.mark.parametrize("norm", [norm_of(16)[0], rms_norm_of(16)[0]], ids=repr)
+def test_norm_layouts_and_out(norm):
     x, residual = random(30, 3, 5, 16), random(31, 3, 5, 16)
     expected = norm(x, residual=residual)
     for name, change in LAYOUTS.items():
@@ -554,9 +599,10 @@ def test_layer_norm_layouts_and_out():
         assert same_bits(view.copy(order="C"), expected), name
 
 
+@pytest.mark.parametrize("norm", [LayerNorm(), RMSNorm()], ids=repr)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
-def test_layer_norm_of_nothing(shape):
-    assert LayerNorm()(np.empty(shape, np.float32)).shape == shape
+def test_norm_of_nothing(shape, norm):
+    assert norm(np.empty(shape, np.float32)).shape == shape
 
 
 def test_layer_norm_attributes():
@@ -570,6 +616,16 @@ def test_layer_norm_attributes():
     assert plain.weight is None
     assert plain.bias is None
     assert plain.eps == 1e-5
+
+
+def test_rms_norm_attributes():
+    weight = random(0, 5)
+    norm = RMSNorm(weight, eps=1e-12)
+    np.testing.assert_array_equal(norm.weight, weight)
+    assert norm.eps == 1e-12
+    assert repr(norm) == "RMSNorm(D=5, eps=1e-12)"
+    assert RMSNorm().weight is None
+    assert RMSNorm().eps == 1e-6
 
 
 # ------------------------------------------------------------------ random calls
@@ -590,7 +646,8 @@ def blocks(draw):
     seed = draw(st.integers(0, 9))
     weights = [draw(layout)(w) for w in sizes.weights(dtype, seed)]
     biases = {name: b for name, b in sizes.biases(dtype).items() if draw(st.booleans())}
-    norm = draw(st.sampled_from([(None, None), norm_of(D, dtype), (LayerNorm(), PLAIN)]))
+    norms = [(None, None), norm_of(D, dtype), (LayerNorm(), PLAIN), rms_norm_of(D, dtype)]
+    norm = draw(st.sampled_from(norms))
     made = {"residual": draw(st.booleans()), "is_causal": draw(st.booleans()), **biases}
     called = {}
     if has_context:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracle import HALVES, LAYOUTS
-from tileattn import LayerNorm, reference
+from tileattn import LayerNorm, RMSNorm, reference
 
 INF, NAN = math.inf, math.nan
 # Two float64 evaluations of sums of at most some dozens of terms of size about 1, in another order.
@@ -78,6 +78,14 @@ def norm_by_loops(row, weight, bias, eps):
     return [
         (value - mean) / math.sqrt(variance + eps) * float(w) + float(b)
         for value, w, b in zip(row, weight, bias, strict=True)
+    ]
+
+
+def rms_norm_by_loops(row, weight, eps):
+    mean_square = math.fsum(value * value for value in row) / len(row)
+    return [
+        value / math.sqrt(mean_square + eps) * float(w)
+        for value, w in zip(row, weight, strict=True)
     ]
 
 
@@ -764,6 +772,36 @@ def test_layer_norm_refuses_what_does_not_fit(change, error):
         reference.layer_norm(**{"x": np.ones((2, 4))} | change)
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 7)])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_rms_norm_equals_loops(shape, with_residual, with_weight):
+    draw = np.random.default_rng(1).standard_normal
+    x, residual = draw(shape), draw(shape) if with_residual else None
+    weight = draw(shape[-1]) if with_weight else None
+    total = x + residual if with_residual else x
+    w = weight if with_weight else np.ones(shape[-1])
+    expected = [rms_norm_by_loops(row, w, 1e-3) for row in total.reshape(-1, shape[-1]).tolist()]
+    actual = reference.rms_norm(x, weight, 1e-3, residual=residual)
+    np.testing.assert_allclose(actual, np.reshape(expected, shape), **CLOSE)
+
+
+def test_rms_norm_of_nothing_and_of_nan():
+    assert reference.rms_norm(np.empty((0, 4))).shape == (0, 4)
+    assert reference.rms_norm(np.empty((4, 0))).shape == (4, 0)
+    np.testing.assert_array_equal(
+        reference.rms_norm(np.array([[1.0, NAN], [3, 3]]), eps=0), [[NAN, NAN], [1, 1]]
+    )
+
+
+def test_rms_norm_keeps_float32_and_fills_out():
+    x = np.random.default_rng(4).standard_normal((3, 4)).astype(np.float32)
+    out = np.empty((3, 4), dtype=np.float32)
+    assert reference.rms_norm(x, out=out) is out
+    expected = reference.rms_norm(x.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(out, expected)
+
+
 # ------------------------------------------------------------------ the block
 
 
@@ -826,6 +864,10 @@ def test_block_norm_residual_and_scale():
         ({"norm": LayerNorm(weight)}, block_by_loops(a, norm=(weight, 0.0, 1e-5))),
     ):
         np.testing.assert_allclose(reference.attention_block(**a, **options), expected, **CLOSE)
+    before = block_by_loops(a, norm=None)
+    rows = [rms_norm_by_loops(row, weight, 0.5) for row in before.reshape(-1, 6).tolist()]
+    actual = reference.attention_block(**a, norm=RMSNorm(weight, 0.5))
+    np.testing.assert_allclose(actual, np.reshape(rows, before.shape), **CLOSE)
 
 
 def test_block_adds_the_bias_of_the_keys():

@@ -25,7 +25,7 @@ The layers; calls go down only::
 
 from tileattn import cost, reference
 from tileattn.attention import dot_product_attention
-from tileattn.block import AttentionBlock, LayerNorm, attention_block
+from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, attention_block
 from tileattn.config import (
     available_isas,
     get_num_threads,
@@ -40,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionBlock",
     "LayerNorm",
+    "RMSNorm",
     "attention_block",
     "available_isas",
     "cost",

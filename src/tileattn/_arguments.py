@@ -99,7 +99,9 @@ class WeightsArguments(NamedTuple):
 
 
 class NormParameters(SetOnce):
-    """Weight, bias and eps of a LayerNorm; the arrays are read-only copies."""
+    """Weight, bias and eps of a LayerNorm or RMSNorm; the arrays are read-only copies."""
+
+    subtract_mean = True  # as LayerNorm does
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class BlockWeights(NamedTuple):
 
     matrices: tuple[Array, Array, Array, Array]
     biases: tuple[Array | None, Array | None, Array | None, Array | None]
-    norm: tuple[Array | None, Array | None, float] | None
+    norm: tuple[Array | None, Array | None, float, bool] | None
     residual: bool
     scale: float
     is_causal: bool
@@ -449,7 +451,9 @@ def check_block_weights(
             )
     if norm is not None:
         if not isinstance(norm, NormParameters):
-            raise TypeError(f"norm must be a LayerNorm or None, not {type(norm).__name__}")
+            raise TypeError(
+                f"norm must be a LayerNorm, an RMSNorm or None, not {type(norm).__name__}"
+            )
         norm.check_fit(D, dtype, "norm.")
     biases = (
         check_vector("b_q", b_q, (N, H), dtype),
@@ -460,7 +464,7 @@ def check_block_weights(
     return BlockWeights(
         (w_q, w_k, w_v, w_o),
         biases,
-        None if norm is None else (norm.weight, norm.bias, norm.eps),
+        None if norm is None else (norm.weight, norm.bias, norm.eps, norm.subtract_mean),
         check_flag("residual", residual),
         check_scale(scale, H),
         check_flag("is_causal", is_causal),
@@ -523,7 +527,7 @@ def check_block_inputs(
 def check_norm_inputs(
     x: npt.ArrayLike, residual: npt.ArrayLike | None, norm: NormParameters, out: Array | None
 ) -> tuple[Array, Array | None]:
-    """Check x, and what is added to it, for a LayerNorm with those parameters."""
+    """Check x, and what is added to it, for a norm with those parameters."""
     x = check_array("x", x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, [..., D]")

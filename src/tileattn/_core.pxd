@@ -54,6 +54,7 @@ cdef extern from "tileattn.h" nogil:
     ctypedef struct ta_norm:
         Py_ssize_t columns
         int normalize
+        int subtract_mean
         const void *weight
         const void *bias
         double epsilon

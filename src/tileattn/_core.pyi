@@ -43,7 +43,7 @@ class Block:
         self,
         weights: tuple[_Array, _Array, _Array, _Array],
         biases: tuple[_Array | None, _Array | None, _Array | None, _Array | None],
-        norm: tuple[_Array | None, _Array | None, float] | None,
+        norm: tuple[_Array | None, _Array | None, float, bool] | None,
         residual: bool,
         scale: float,
         causal: bool,
@@ -66,12 +66,13 @@ def project(
     biases: tuple[_Array | None, ...],
     threads: int,
 ) -> None: ...
-def layer_norm(
+def add_norm(
     x: _Array,
     residual: _Array | None,
     out: _Array,
     weight: _Array | None,
     bias: _Array | None,
     epsilon: float,
+    subtract_mean: bool,
     threads: int,
 ) -> None: ...

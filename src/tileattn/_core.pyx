@@ -6,7 +6,7 @@ and one function that does an item, its loops in textbook order:
 
     gemm_item        C = A B + bias         a block of rows times a range of packed panels
     attention_item   softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
-    norm_item        LayerNorm(X + Z)       a block of rows
+    norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
 
 The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
 to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
@@ -1069,8 +1069,8 @@ cdef class Block:
     """norm(x + attention(x W_Q, c W_K, c W_V) W_O): the packed weights, and what is the same each call.
 
     weights: w_q[D, N, H], w_k[Dc, K, H], w_v[Dc, K, Hv], w_o[N, Hv, D]. biases: contiguous [N H], [K H],
-    [K Hv], [D], or None each. norm: None, or weight[D], bias[D] (contiguous, or None each) and epsilon.
-    All is checked by the caller.
+    [K Hv], [D], or None each. norm: None, or weight[D], bias[D] (contiguous, or None each), epsilon and
+    whether the mean is subtracted (LayerNorm; otherwise RMSNorm). All is checked by the caller.
     """
 
     cdef PackedMatrix w_q       # holds W_K and W_V as well, if D == Dc
@@ -1108,6 +1108,7 @@ cdef class Block:
             self.norm.weight = read_vector(norm[0])
             self.norm.bias = read_vector(norm[1])
             self.norm.epsilon = norm[2]
+            self.norm.subtract_mean = norm[3]
         self.residual, self.scale, self.causal = residual, scale, causal
 
     def run(self, x, context, query_offset, query_lengths, key_lengths, out, int threads):
@@ -1259,8 +1260,11 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
     give_scratch(scratch)
 
 
-def layer_norm(x, residual, out, weight, bias, double epsilon, int threads):
-    """LayerNorm(x + residual) into `out`: all [1, rows, D] with contiguous rows, residual may be None."""
+def add_norm(x, residual, out, weight, bias, double epsilon, bint subtract_mean, int threads):
+    """LayerNorm(x + residual) into `out`, or RMSNorm, which does not subtract the mean.
+
+    All are [1, rows, D] with contiguous rows; residual may be None.
+    """
     cdef Norm n
     cdef Array array
     cdef Py_ssize_t i, items
@@ -1272,7 +1276,7 @@ def layer_norm(x, residual, out, weight, bias, double epsilon, int threads):
     read_array(out, &array, True)
     n.out = array.data
     n.out_stride = array.stride[1]
-    n.how = ta_norm(x.shape[2], True, read_vector(weight), read_vector(bias), epsilon)
+    n.how = ta_norm(x.shape[2], True, subtract_mean, read_vector(weight), read_vector(bias), epsilon)
     threads = team_size(threads, 8.0 * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
     threads = <int>items

@@ -1,4 +1,4 @@
-"""The attention block: projections, attention, residual and LayerNorm in one call."""
+"""The attention block: projections, attention, residual and norm in one call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,68 @@ from tileattn._arguments import (
 from tileattn.config import resolve_threads
 
 
-class LayerNorm(NormParameters):
+class _Norm(NormParameters):
+    """What a LayerNorm and an RMSNorm have in common: the call."""
+
+    def __repr__(self) -> str:
+        width = next((str(len(a)) for a in (self.weight, self.bias) if a is not None), "any")
+        return f"{type(self).__name__}(D={width}, eps={self.eps:g})"
+
+    def __call__(
+        self,
+        x: npt.ArrayLike,
+        *,
+        residual: npt.ArrayLike | None = None,
+        out: Array | None = None,
+        num_threads: int | None = None,
+    ) -> Array:
+        """Normalise ``x + residual``.
+
+        Parameters
+        ----------
+        x : array [..., D], float32 or float64
+        residual : array of x's shape and dtype, optional
+        out : array of x's shape and dtype, optional
+            No overlap with an input.
+        num_threads : int, optional
+            For this call, by default `get_num_threads()`.
+
+        Returns
+        -------
+        array [..., D]
+
+        Raises
+        ------
+        TypeError, ValueError
+            For dtypes or shapes that do not fit.
+        """
+        x, residual = check_norm_inputs(x, residual, self, out)
+        threads = resolve_threads(num_threads)
+        D = x.shape[-1]
+        if not x.size:
+            return np.empty(x.shape, x.dtype) if out is None else out
+        # A view of out, or a copy where no stride can express its rows as one axis.
+        target = None if out is None else np.asarray(out).reshape(1, -1, D)
+        if target is None or not _has_whole_rows(target):
+            target = np.empty((1, x.size // D, D), x.dtype)
+        _core.add_norm(
+            _as_rows(x),
+            None if residual is None else _as_rows(residual),
+            target,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.subtract_mean,
+            threads,
+        )
+        if out is None:
+            return target.reshape(x.shape)
+        if not np.may_share_memory(target, out):
+            out[...] = target.reshape(x.shape)
+        return out
+
+
+class LayerNorm(_Norm):
     """Normalise the last axis: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
     Parameters
@@ -68,61 +129,54 @@ class LayerNorm(NormParameters):
            [-1.,  1.]])
     """
 
-    def __repr__(self) -> str:
-        width = next((str(len(a)) for a in (self.weight, self.bias) if a is not None), "any")
-        return f"LayerNorm(D={width}, eps={self.eps:g})"
 
-    def __call__(
-        self,
-        x: npt.ArrayLike,
-        *,
-        residual: npt.ArrayLike | None = None,
-        out: Array | None = None,
-        num_threads: int | None = None,
-    ) -> Array:
-        """Normalise ``x + residual``.
+class RMSNorm(_Norm):
+    """Scale the last axis to a root mean square of 1: ``x / sqrt(mean(x^2) + eps) * weight``.
 
-        Parameters
-        ----------
-        x : array [..., D], float32 or float64
-        residual : array of x's shape and dtype, optional
-        out : array of x's shape and dtype, optional
-            No overlap with an input.
-        num_threads : int, optional
-            For this call, by default `get_num_threads()`.
+    Parameters
+    ----------
+    weight : array [D], optional
+        Ones if not given.
+    eps : float, optional
+        Added to the mean square; 1e-6 as in Llama and Qwen (some of their models have 1e-5).
 
-        Returns
-        -------
-        array [..., D]
+    Attributes
+    ----------
+    weight : read-only array [D] or None
+        A copy of what was given.
+    eps : float
 
-        Raises
-        ------
-        TypeError, ValueError
-            For dtypes or shapes that do not fit.
-        """
-        x, residual = check_norm_inputs(x, residual, self, out)
-        threads = resolve_threads(num_threads)
-        D = x.shape[-1]
-        if not x.size:
-            return np.empty(x.shape, x.dtype) if out is None else out
-        # A view of out, or a copy where no stride can express its rows as one axis.
-        target = None if out is None else np.asarray(out).reshape(1, -1, D)
-        if target is None or not _has_whole_rows(target):
-            target = np.empty((1, x.size // D, D), x.dtype)
-        _core.layer_norm(
-            _as_rows(x),
-            None if residual is None else _as_rows(residual),
-            target,
-            self.weight,
-            self.bias,
-            self.eps,
-            threads,
-        )
-        if out is None:
-            return target.reshape(x.shape)
-        if not np.may_share_memory(target, out):
-            out[...] = target.reshape(x.shape)
-        return out
+    Raises
+    ------
+    TypeError, ValueError
+        For a `weight` that is not floating or not one-dimensional, or an `eps` that is negative or
+        not finite.
+
+    Notes
+    -----
+    An RMSNorm does not change once it is made.
+
+    Gemma's models multiply by ``1 + weight``: give them ``RMSNorm(1 + weight)``.
+
+    A row of numbers too large to be squared (1e20 in float32) is scaled before; a plain evaluation
+    would give zeros.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> norm = tileattn.RMSNorm(eps=0.0)
+    >>> norm(np.array([[1.0, -1.0], [1.0, 7.0]]))
+    array([[ 1. , -1. ],
+           [ 0.2,  1.4]])
+    """
+
+    subtract_mean = False
+
+    def __init__(self, weight: npt.ArrayLike | None = None, eps: float = 1e-6) -> None:
+        super().__init__(weight, None, eps)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.weight, self.eps)
 
 
 DEFAULT_NORM = LayerNorm()
@@ -142,7 +196,7 @@ class AttentionBlock(SetOnce):
     w_v : array [Dc, K, Hv], of w_q's dtype
     w_o : array [N, Hv, D], of w_q's dtype
     b_q, b_k, b_v, b_o : arrays [N, H], [K, H], [K, Hv], [D], optional
-    norm : LayerNorm or None, optional
+    norm : LayerNorm, RMSNorm or None, optional
         By default a LayerNorm without weight and bias; None for no normalisation.
     residual : bool, optional
         Add x before the norm.
@@ -196,7 +250,7 @@ class AttentionBlock(SetOnce):
         b_k: npt.ArrayLike | None = None,
         b_v: npt.ArrayLike | None = None,
         b_o: npt.ArrayLike | None = None,
-        norm: LayerNorm | None = DEFAULT_NORM,
+        norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
         residual: bool = True,
         scale: float | None = None,
         is_causal: bool = False,
@@ -245,7 +299,7 @@ class AttentionBlock(SetOnce):
         b_o: npt.ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
-        norm: LayerNorm | None = DEFAULT_NORM,
+        norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
         residual: bool = True,
         scale: float | None = None,
         is_causal: bool = False,
@@ -385,7 +439,9 @@ class AttentionBlock(SetOnce):
             if name not in names:
                 raise TypeError(f"profile got an unexpected keyword argument {name!r}")
         output, seconds = self._run(x, *(options.get(name) for name in names))
-        last = "project output" if self.norm is None else "project output + LayerNorm"
+        last = "project output"
+        if self.norm is not None:
+            last += f" + {type(self.norm).__name__}"
         return output, list(zip(("project q, k, v", "attention", last), seconds, strict=True))
 
     def _run(
@@ -519,7 +575,7 @@ def attention_block(
     b_k: npt.ArrayLike | None = None,
     b_v: npt.ArrayLike | None = None,
     b_o: npt.ArrayLike | None = None,
-    norm: LayerNorm | None = DEFAULT_NORM,
+    norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
     residual: bool = True,
     scale: float | None = None,
     is_causal: bool = False,

@@ -1,9 +1,10 @@
 """The attention block in plain NumPy: the oracle of the tests, and the definition in code.
 
 `dot_product_attention` and `attention_block` stand here once more, with the same arguments and the
-same checks, written to be read; `layer_norm` is a LayerNorm made and called in one. There are no
-classes here: an AttentionBlock's arguments and those of its call go to `attention_block`. Attention
-of packed sequences, the merging of results and the weights themselves stand beside them.
+same checks, written to be read; `layer_norm` and `rms_norm` are a LayerNorm and an RMSNorm made and
+called in one. There are no classes here: an AttentionBlock's arguments and those of its call go to
+`attention_block`. Attention of packed sequences, the merging of results and the weights themselves
+stand beside them.
 
 All arithmetic is float64, whatever comes in; the result has the dtype of the input. So float64
 inputs give the oracle, and other inputs give the oracle rounded once.
@@ -40,7 +41,7 @@ from tileattn._arguments import (
     check_varlen,
     check_window,
 )
-from tileattn.block import DEFAULT_NORM, LayerNorm
+from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
 from tileattn.config import resolve_threads
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "dot_product_attention",
     "layer_norm",
     "merge_states",
+    "rms_norm",
     "varlen_attention",
     "visible",
 ]
@@ -522,7 +524,7 @@ def attention_block(
     b_k: npt.ArrayLike | None = None,
     b_v: npt.ArrayLike | None = None,
     b_o: npt.ArrayLike | None = None,
-    norm: LayerNorm | None = DEFAULT_NORM,
+    norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
     residual: bool = True,
     scale: float | None = None,
     is_causal: bool = False,
@@ -545,7 +547,7 @@ def attention_block(
         Weights.
     b_q, b_k, b_v, b_o : [N,H], [K,H], [K,Hv], [D], optional
         Biases, added to the projections.
-    norm : LayerNorm or None
+    norm : LayerNorm, RMSNorm or None
         None leaves the normalisation out.
     residual : bool
         Whether x is added to the attention's output.
@@ -664,7 +666,55 @@ def layer_norm(
     >>> layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    norm = NormParameters(weight, bias, eps)
+    norm = LayerNorm(weight, bias, eps)
+    x, residual = check_norm_inputs(x, residual, norm, out)
+    resolve_threads(num_threads)
+    y = _normalise(_float64(x) + _float64(residual), norm)
+    return _deliver(y.astype(x.dtype), out)
+
+
+@np.errstate(all="ignore")
+def rms_norm(
+    x: npt.ArrayLike,
+    weight: npt.ArrayLike | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: npt.ArrayLike | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """Scale x + residual over the last axis to a root mean square of 1, in float64.
+
+    Parameters
+    ----------
+    x : float32 or float64 [...,D]
+        Input.
+    weight : [D] of x's dtype, optional
+        1 where not given.
+    eps : float
+        Added to the mean square.
+    residual : [...,D], optional
+        Added to x first.
+    out : array [...,D] of x's dtype, optional
+        Filled, once everything is computed, and returned.
+    num_threads : int, optional
+        Accepted so that the signature is that of `tileattn.RMSNorm`; NumPy decides.
+
+    Returns
+    -------
+    [...,D] of x's dtype
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where dtypes or shapes do not fit together.
+
+    Examples
+    --------
+    >>> rms_norm(np.array([1.0, 7.0]), eps=0.0)
+    array([0.2, 1.4])
+    """
+    norm = RMSNorm(weight, eps)
     x, residual = check_norm_inputs(x, residual, norm, out)
     resolve_threads(num_threads)
     y = _normalise(_float64(x) + _float64(residual), norm)
@@ -776,9 +826,9 @@ def _softmax_times_values(
 
 
 def _normalise(x: Float64, norm: NormParameters) -> Float64:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis; RMSNorm: mean is 0."""
     D = x.shape[-1]
-    centred = x - x.sum(axis=-1, keepdims=True) / D
+    centred = x - x.sum(axis=-1, keepdims=True) / D if norm.subtract_mean else x
     variance = (centred * centred).sum(axis=-1, keepdims=True) / D
     y: Float64 = centred / np.sqrt(variance + norm.eps)
     return (y if norm.weight is None else y * _float64(norm.weight)) + _float64(norm.bias)

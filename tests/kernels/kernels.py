@@ -62,6 +62,7 @@ class Norm(Structure):
     _fields_ = (
         ("columns", c_ssize_t),
         ("normalize", c_int),
+        ("subtract_mean", c_int),
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("epsilon", c_double),
