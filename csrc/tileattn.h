@@ -82,6 +82,16 @@ typedef struct ta_norm {
     double epsilon;
 } ta_norm;
 
+/* What is done to a row of heads by its position. See kernel/rope.inc.h. */
+typedef struct ta_rope {
+    ptrdiff_t heads;
+    ptrdiff_t head_dim;
+    ptrdiff_t rotary_dim; /* columns of a head that are rotated: even, up to head_dim */
+    int interleaved;      /* pairs of neighbours; otherwise of columns half of rotary_dim apart */
+    ptrdiff_t dst_stride; /* from head to head */
+    ptrdiff_t src_stride;
+} ta_rope;
+
 typedef struct ta_kernels {
     int itemsize;
     int vl;           /* lanes of a vector */
@@ -122,6 +132,8 @@ typedef struct ta_kernels {
     int (*all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
     /* dst = norm(x + residual); residual may be NULL, dst may be x or residual. */
     void (*add_norm_row)(void *dst, const void *x, const void *residual, const ta_norm *norm);
+    /* dst = src, pair i of each head turned by the angle of cos[i] and sin[i]; dst may be src. */
+    void (*rotate_row)(void *dst, const void *src, const void *cos, const void *sin, const ta_rope *rope);
     /* Floating-point operations done by `rounds` rounds of independent multiply-adds in registers. */
     double (*fma_rounds)(ptrdiff_t rounds);
     /* Sum of `count` values, a multiple of 8 vl. */

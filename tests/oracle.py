@@ -386,6 +386,37 @@ def check_block(got, x, w_q, w_k, w_v, w_o, **options):
     check(got, exact, plain, block_floor(x, *weights, dtype, **options), "block")
 
 
+# ------------------------------------------------------------------ rotary position embedding
+
+
+def as_pairs(x, pairs, interleaved):
+    """Columns [..., 2 * pairs] of x as complex numbers [..., pairs]; x is float64 or longdouble."""
+    x = x[..., : 2 * pairs]
+    real, imaginary = (
+        (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :pairs], x[..., pairs:])
+    )
+    return real + 1j * imaginary
+
+
+def check_rotation(got, x, cos, sin, interleaved, off=0.0):
+    """Refuses rotated heads [..., H] whose error rounding does not explain.
+
+    A part of a pair is a cos - b sin, or b cos + a sin: cos and sin are rounded (and may be off by
+    `off` besides), then the products, then their sum. Each costs at most half an eps of |a| |cos| +
+    |b| |sin|, and that is at most the length of the pair.
+    """
+    precision = higher(x.dtype)
+    pairs = np.shape(cos)[-1]
+    turn = np.asarray(cos, precision) + 1j * np.asarray(sin, precision)
+    before = as_pairs(x.astype(precision), pairs, interleaved)
+    error = np.abs(as_pairs(got.astype(precision), pairs, interleaved) - before * turn)
+    eps = float(np.finfo(x.dtype).eps)
+    assert got.dtype == x.dtype
+    assert got.shape == x.shape
+    # Both parts of a pair may be off at once.
+    assert (error <= np.sqrt(2) * (1.5 * eps + off) * np.abs(before) * np.abs(turn)).all()
+
+
 # ------------------------------------------------------------------ arrays
 
 

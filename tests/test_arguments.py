@@ -11,6 +11,9 @@ from tileattn import (
     AttentionBlock,
     LayerNorm,
     RMSNorm,
+    Rope,
+    RopeScaling,
+    apply_rope,
     attention_block,
     dot_product_attention,
     reference,
@@ -1013,3 +1016,156 @@ def test_output_of_a_norm_may_not_overlap_its_inputs(norm):
     x, residual = random(0, B, D), random(1, B, D)
     for name, array in (("x", x), ("residual", residual)):
         refused(lambda a=array: norm(x, residual=residual, out=a), ValueError, "overlaps", name)
+
+
+# ------------------------------------------------------------------ rotary position embedding
+
+
+ROPE_FAULTS = {
+    "theta of 1": ({"theta": 1.0}, ValueError, ["theta", "1.0"]),
+    "theta as text": ({"theta": "1e4"}, TypeError, ["theta", "'1e4'"]),
+    "infinite theta": ({"theta": np.inf}, ValueError, ["theta", "inf"]),
+    "odd rotary_dim": ({"rotary_dim": 3}, ValueError, ["rotary_dim", "even", "3"]),
+    "rotary_dim of 0": ({"rotary_dim": 0}, ValueError, ["rotary_dim", "0"]),
+    "rotary_dim as float": ({"rotary_dim": 4.0}, TypeError, ["rotary_dim", "4.0"]),
+    "interleaved as a number": ({"interleaved": 1}, TypeError, ["interleaved", "1"]),
+    "scaling as a dict": (
+        {"scaling": {"type": "linear"}},
+        TypeError,
+        ["scaling", "dict", "RopeScaling.linear", "from_config"],
+    ),
+}
+
+ROPE_CALL_FAULTS = {
+    "integer x": ({"x": np.ones((B, T, N, H), int)}, TypeError, ["x", "int64"]),
+    "x of two axes": ({"x": random(0, T, H)}, ValueError, ["x", "[T, N, H]", (T, H)]),
+    "odd H": ({"x": random(0, B, T, N, 7), "out": None}, ValueError, ["rotary_dim", "H = 7"]),
+    "rotary_dim above H": ({"rotary_dim": 10}, ValueError, ["rotary_dim", "10", "H = 8"]),
+    "positions as floats": ({"positions": np.zeros(T)}, TypeError, ["positions", "float64"]),
+    "positions as booleans": ({"positions": np.zeros(T, bool)}, TypeError, ["positions", "bool"]),
+    "one position": ({"positions": 3}, ValueError, ["positions", "()", (T,), (B, T)]),
+    "positions of other rows": ({"positions": [0, 1]}, ValueError, ["positions", (2,), (T,)]),
+    "positions of one sequence": (
+        {"positions": np.zeros((1, T), int)},
+        ValueError,
+        ["positions", (1, T), (B, T)],
+    ),
+    "positions of a batch that x lacks": (
+        {"x": random(0, T, N, H), "positions": np.zeros((B, T), int), "out": None},
+        ValueError,
+        ["positions", (B, T), (T,)],
+    ),
+    "negative position": ({"positions": [0, -1, 2]}, ValueError, ["positions", "-1 ... 2"]),
+    "enormous position": ({"positions": [0, 2**53 + 1, 2]}, ValueError, ["positions", "2**53"]),
+    "enormous unsigned": (
+        {"positions": np.full(T, 2**64 - 1, np.uint64)},
+        ValueError,
+        ["positions", 2**64 - 1],
+    ),
+    "masked positions": ({"positions": masked(np.arange(T))}, TypeError, ["positions", ".filled"]),
+    "shape of out": ({"out": np.full((T, N, H), 7, F32)}, ValueError, ["out", (T, N, H)]),
+    "out of float64": ({"out": np.full((B, T, N, H), 7, F64)}, TypeError, ["out", "float64"]),
+    "out as a list": ({"out": [0.0]}, TypeError, ["out", "list"]),
+    "read-only out": ({"out": read_only(B, T, N, H)}, ValueError, ["out", "read-only"]),
+    "out on itself": ({"out": on_itself(B, T, N, H)}, ValueError, ["out", "memory", "each"]),
+    "threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
+}
+
+
+@pytest.mark.parametrize("given, error, names", ROPE_FAULTS.values(), ids=ROPE_FAULTS)
+def test_rope_refuses_parameters(given, error, names):
+    refused(lambda: Rope(**given), error, *names)
+    for call in (apply_rope, reference.apply_rope):
+        refused(lambda f=call: f(random(0, T, N, H), range(T), **given), error, *names)
+
+
+@pytest.mark.parametrize("given, error, names", ROPE_CALL_FAULTS.values(), ids=ROPE_CALL_FAULTS)
+def test_rope_refuses_inputs(given, error, names):
+    arguments = {
+        "x": random(0, B, T, N, H),
+        "positions": range(T),
+        "out": np.full((B, T, N, H), 7, F32),
+        **given,
+    }
+    for call in (apply_rope, reference.apply_rope):
+        refused(lambda f=call: f(**arguments), error, *names)
+    assert not isinstance(arguments["out"], np.ndarray) or (arguments["out"] == 7).all()
+
+
+def test_rotated_heads_may_lie_on_x_but_not_across_it():
+    for call in (apply_rope, reference.apply_rope):
+        memory = random(0, T + 1, N, H)
+        refused(
+            lambda f=call, m=memory: f(m[1:], range(T), out=m[:-1]), ValueError, "overlaps", "x"
+        )
+        backwards = memory[1:][::-1]
+        refused(lambda f=call, m=memory, b=backwards: f(m[1:], range(T), out=b), ValueError, "x")
+        expected = call(memory[1:].copy(), range(T))
+        np.testing.assert_array_equal(call(memory[1:], range(T), out=memory[1:]), expected)
+
+
+SCALING_FAULTS = {
+    "factor below 1": (lambda: RopeScaling.linear(0.5), ValueError, ["factor", "1", "0.5"]),
+    "factor as text": (lambda: RopeScaling.ntk("2"), TypeError, ["factor", "'2'"]),
+    "factor as NaN": (lambda: RopeScaling.yarn(np.nan, 64), ValueError, ["factor", "nan"]),
+    "length of 0": (
+        lambda: RopeScaling.yarn(2, 0),
+        ValueError,
+        ["original_max_position", "at least 1", "0"],
+    ),
+    "length as float": (
+        lambda: RopeScaling.llama3(8, 1, 4, 8192.0),
+        TypeError,
+        ["original_max_position", "8192.0"],
+    ),
+    "slow above fast": (
+        lambda: RopeScaling.yarn(2, 64, beta_slow=40),
+        ValueError,
+        ["beta_slow", "40", "beta_fast", "32"],
+    ),
+    "attention of 0": (
+        lambda: RopeScaling.yarn(2, 64, attention_factor=0),
+        ValueError,
+        ["attention_factor", "positive", "0"],
+    ),
+    "truncate as a number": (
+        lambda: RopeScaling.yarn(2, 64, truncate=1),
+        TypeError,
+        ["truncate", "1"],
+    ),
+    "low above high": (
+        lambda: RopeScaling.llama3(8, 4, 1, 8192),
+        ValueError,
+        ["low_freq_factor", "4", "high_freq_factor", "1"],
+    ),
+    "unknown kind": (
+        lambda: Rope.from_config({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ValueError,
+        ["'dynamic'", "yarn", "llama3"],
+    ),
+    "no factor": (
+        lambda: Rope.from_config({"rope_scaling": {"type": "linear"}}),
+        ValueError,
+        ["factor"],
+    ),
+    "no length": (
+        lambda: Rope.from_config({"rope_scaling": {"type": "yarn", "factor": 2.0}}),
+        ValueError,
+        ["max_position_embeddings"],
+    ),
+    "no width": (
+        lambda: Rope.from_config({"partial_rotary_factor": 0.5, "hidden_size": 64}),
+        ValueError,
+        ["num_attention_heads"],
+    ),
+    "kinds of layers": (
+        lambda: Rope.from_config({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
+        ValueError,
+        ["rope_parameters", "full_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, names", SCALING_FAULTS.values(), ids=SCALING_FAULTS)
+def test_rope_scalings_refuse(call, error, names):
+    refused(call, error, *names)

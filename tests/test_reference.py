@@ -1,5 +1,6 @@
 """The reference against loops in plain Python, and against the meaning that is pinned for it."""
 
+import cmath
 import functools
 import itertools
 import math
@@ -800,6 +801,31 @@ def test_rms_norm_keeps_float32_and_fills_out():
     assert reference.rms_norm(x, out=out) is out
     expected = reference.rms_norm(x.astype(np.float64)).astype(np.float32)
     np.testing.assert_array_equal(out, expected)
+
+
+# ------------------------------------------------------------------ rotary position embedding
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("H, rotary_dim", [(8, None), (9, 6), (2, 2)])
+def test_rope_equals_complex_numbers(H, rotary_dim, interleaved):
+    x = np.random.default_rng(6).standard_normal((2, 3, 2, H))
+    positions = np.array([[0, 1, 50], [7, 7, 1000]])
+    actual = reference.apply_rope(
+        x, positions, theta=500.0, rotary_dim=rotary_dim, interleaved=interleaved
+    )
+    expected, R = x.copy(), rotary_dim or H
+    for b, t, n, i in np.ndindex(2, 3, 2, R // 2):
+        a, c = (2 * i, 2 * i + 1) if interleaved else (i, i + R // 2)
+        turned = complex(x[b, t, n, a], x[b, t, n, c]) * cmath.rect(
+            1, positions[b, t] * 500 ** (-2 * i / R)
+        )
+        expected[b, t, n, a], expected[b, t, n, c] = turned.real, turned.imag
+    np.testing.assert_allclose(actual, expected, **CLOSE)
+    one = {"theta": 500.0, "rotary_dim": rotary_dim, "interleaved": interleaved}
+    np.testing.assert_array_equal(reference.apply_rope(x[1], positions[1], **one), actual[1])
+    assert reference.apply_rope(x, positions, out=x, **one) is x
+    np.testing.assert_array_equal(x, actual)
 
 
 # ------------------------------------------------------------------ the block

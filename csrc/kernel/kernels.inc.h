@@ -39,6 +39,7 @@
 #include "kernel/exp2.inc.h"
 #include "kernel/attention.inc.h"
 #include "kernel/norm.inc.h"
+#include "kernel/rope.inc.h"
 #include "kernel/peak.inc.h"
 
 _Static_assert(TA_GEMM_MR <= TA_MAX_ROWS && TA_ATTENTION_MR <= TA_MAX_ROWS, "pointers to rows");
@@ -68,6 +69,7 @@ const ta_kernels TA_NAME(kernels) = {
     .merge_row = TA_NAME(merge_row),
     .all_finite = TA_NAME(all_finite),
     .add_norm_row = TA_NAME(add_norm_row),
+    .rotate_row = TA_NAME(rotate_row),
     .fma_rounds = TA_NAME(fma_rounds),
     .read_all = TA_NAME(read_all),
 };

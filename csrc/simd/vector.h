@@ -53,15 +53,19 @@ static inline vec vec_select(veci where, vec a, vec b)
 #if TA_VECTOR_BYTES * 8 / TA_BITS == 16
 #define TA_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define TA_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define TA_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
 #elif TA_VECTOR_BYTES * 8 / TA_BITS == 8
 #define TA_LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define TA_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#define TA_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6
 #elif TA_VECTOR_BYTES * 8 / TA_BITS == 4
 #define TA_LOW 0, 4, 1, 5
 #define TA_HIGH 2, 6, 3, 7
+#define TA_SWAPPED 1, 0, 3, 2
 #else
 #define TA_LOW 0, 2
 #define TA_HIGH 1, 3
+#define TA_SWAPPED 1, 0
 #endif
 
 #define vec_zip_low TA_NAME(vec_zip_low)
@@ -76,8 +80,16 @@ static inline vec vec_zip_high(vec a, vec b)
     return __builtin_shufflevector(a, b, TA_HIGH);
 }
 
+/* Lanes 1, 0, 3, 2, ... */
+#define vec_swap_pairs TA_NAME(vec_swap_pairs)
+static inline vec vec_swap_pairs(vec v)
+{
+    return __builtin_shufflevector(v, v, TA_SWAPPED);
+}
+
 #undef TA_LOW
 #undef TA_HIGH
+#undef TA_SWAPPED
 
 /* Sum and maximum of the lanes, halving in a fixed order. */
 #define vec_sum TA_NAME(vec_sum)

@@ -16,7 +16,7 @@ The layers; calls go down only::
        |
     Cython loops        _core.pyx                       blocked loops over tiles, threads (OpenMP)
        |
-    C tile kernels      csrc/kernel/*.inc.h             one tile of a product, softmax or norm
+    C tile kernels      csrc/kernel/*.inc.h             one tile of a product, softmax, norm or rope
        |
     SIMD vocabulary     csrc/simd/*.h                   vectors of one instruction set
 
@@ -34,6 +34,7 @@ from tileattn.config import (
     show_config,
     threads,
 )
+from tileattn.rope import Rope, RopeScaling, apply_rope
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,9 @@ __all__ = [
     "AttentionBlock",
     "LayerNorm",
     "RMSNorm",
+    "Rope",
+    "RopeScaling",
+    "apply_rope",
     "attention_block",
     "available_isas",
     "cost",

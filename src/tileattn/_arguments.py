@@ -28,6 +28,9 @@ HALF_TYPES = ("float16", "bfloat16")
 # Far beyond any sequence, and far from where position + offset would overflow.
 OFFSET_LIMIT = 1 << 60
 
+# The integers up to it are float64 too.
+POSITION_LIMIT = 1 << 53
+
 
 class SetOnce:
     """Base of objects whose attributes do not change: what was checked stays so."""
@@ -541,6 +544,56 @@ def check_norm_inputs(
     return x, residual
 
 
+class RopeInputs(NamedTuple):
+    """What `check_rope_inputs` found."""
+
+    x: Array
+    positions: Integers  # [B, T], or [1, T] for all sequences
+    rotary_dim: int
+
+
+def check_rope_inputs(
+    x: npt.ArrayLike, positions: npt.ArrayLike, rotary_dim: int | None, out: Array | None
+) -> RopeInputs:
+    """Check heads, and the positions that rotate them; `out` may be x."""
+    x = check_array("x", x)
+    if x.ndim not in (3, 4):
+        raise ValueError(f"x must have the axes [B, T, N, H] or [T, N, H], not shape {x.shape}")
+    *batch, T, _, H = x.shape
+    rotary_dim = fit_rotary_dim(rotary_dim, H)
+    positions = as_array("positions", positions)
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"positions must hold integers, not {positions.dtype}")
+    if positions.shape not in ((T,), (*batch, T)):
+        either = f" or [B, T] = {(*batch, T)}" if batch else ""
+        raise ValueError(
+            f"positions must have the shape [T] = ({T},){either}, not {positions.shape}"
+        )
+    if positions.size and (positions.min() < 0 or positions.max() > POSITION_LIMIT):
+        raise ValueError(
+            f"positions must lie between 0 and 2**53, got {positions.min()} ... {positions.max()}"
+        )
+    if out is not None:
+        in_place = isinstance(out, np.ndarray) and (
+            (out.ctypes.data, out.shape, out.strides) == (x.ctypes.data, x.shape, x.strides)
+        )
+        check_out(out, x.shape, x.dtype, x=None if in_place else x)
+    return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim)
+
+
+def fit_rotary_dim(rotary_dim: int | None, H: int) -> int:
+    """How many columns of a head are rotated: all, where None."""
+    if rotary_dim is None:
+        if H % 2 != 0:
+            raise ValueError(
+                f"rotary_dim must be given, and even, since heads have H = {H} columns"
+            )
+        return H
+    if rotary_dim > H:
+        raise ValueError(f"rotary_dim = {rotary_dim} is more than the H = {H} columns of a head")
+    return rotary_dim
+
+
 def as_array(name: str, value: npt.ArrayLike) -> Array:
     if type(value) is np.ndarray:
         return value
@@ -618,6 +671,13 @@ def check_real(name: str, value: Any) -> float:
     number = float(array)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {value!r}")
+    return number
+
+
+def check_at_least(name: str, value: Any, least: float) -> float:
+    number = check_real(name, value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least:g}, got {value!r}")
     return number
 
 

@@ -59,6 +59,14 @@ cdef extern from "tileattn.h" nogil:
         const void *bias
         double epsilon
 
+    ctypedef struct ta_rope:
+        Py_ssize_t heads
+        Py_ssize_t head_dim
+        Py_ssize_t rotary_dim
+        int interleaved
+        Py_ssize_t dst_stride
+        Py_ssize_t src_stride
+
     ctypedef struct ta_kernels:
         int itemsize
         int vl
@@ -90,6 +98,8 @@ cdef extern from "tileattn.h" nogil:
                           Py_ssize_t row_stride) noexcept nogil
         void (*add_norm_row)(void *dst, const void *x, const void *residual,
                              const ta_norm *norm) noexcept nogil
+        void (*rotate_row)(void *dst, const void *src, const void *cos, const void *sin,
+                           const ta_rope *rope) noexcept nogil
         double (*fma_rounds)(Py_ssize_t rounds) noexcept nogil
         double (*read_all)(const void *src, Py_ssize_t count) noexcept nogil
 

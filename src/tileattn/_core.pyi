@@ -76,3 +76,12 @@ def add_norm(
     subtract_mean: bool,
     threads: int,
 ) -> None: ...
+def rope(
+    x: _Array,
+    out: _Array,
+    cos: _Array,
+    sin: _Array,
+    rotary_dim: int,
+    interleaved: bool,
+    threads: int,
+) -> None: ...

@@ -1,12 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The loops: which tile is worked on when, and by which thread.
 
-Three operations, each a plan (a struct that says what to do and in how many independent work items)
+Four operations, each a plan (a struct that says what to do and in how many independent work items)
 and one function that does an item, its loops in textbook order:
 
     gemm_item        C = A B + bias         a block of rows times a range of packed panels
     attention_item   softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
     norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
+    rope_item        RoPE(Q)                a block of rows, each all heads of a position
 
 The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
 to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
@@ -790,6 +791,30 @@ cdef void merge_item(const Attention *a, Py_ssize_t item) noexcept nogil:
     finish_rows(a, &into, b, head, 0, rows)
 
 
+# ------------------------------------------------------------------ rotary position embedding
+
+cdef struct Rope:
+    const ta_kernels *kernels
+    ta_rope how
+    Array x                # [B, T, N, H], heads with contiguous columns
+    Array out              # the same; may be x
+    Array cos              # [B, T, rotary_dim / 2], contiguous; its B may be 1
+    Array sin
+
+
+cdef void rope_item(const Rope *r, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
+    cdef Py_ssize_t itemsize = r.kernels.itemsize, T = r.x.shape[1], rows = r.x.shape[0] * T
+    cdef Py_ssize_t row, b, t, angles
+    for row in range(item * rows // items, (item + 1) * rows // items):
+        b = row // T
+        t = row % T
+        angles = itemsize * (b * r.cos.stride[0] + t * r.cos.stride[1])
+        r.kernels.rotate_row(
+            r.out.data + itemsize * (b * r.out.stride[0] + t * r.out.stride[1]),
+            r.x.data + itemsize * (b * r.x.stride[0] + t * r.x.stride[1]),
+            r.cos.data + angles, r.sin.data + angles, &r.how)
+
+
 # ------------------------------------------------------------------ instruction sets
 
 cdef const ta_isa *active = NULL
@@ -843,6 +868,7 @@ def kernel_table(str dtype):
         "merge_row": <uintptr_t>k.merge_row,
         "all_finite": <uintptr_t>k.all_finite,
         "add_norm_row": <uintptr_t>k.add_norm_row,
+        "rotate_row": <uintptr_t>k.rotate_row,
         "fma_rounds": <uintptr_t>k.fma_rounds,
         "read_all": <uintptr_t>k.read_all,
     }
@@ -1282,6 +1308,27 @@ def add_norm(x, residual, out, weight, bias, double epsilon, bint subtract_mean,
     threads = <int>items
     for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
         norm_item(&n, i, items)
+
+
+def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads):
+    """x[B, T, N, H], its pairs of columns turned, into `out`, which may be x.
+
+    cos and sin are [B, T, rotary_dim / 2], or the same for each sequence with a B of 1. Heads have
+    contiguous columns. All is checked by the caller.
+    """
+    cdef Rope r
+    cdef Py_ssize_t i, items
+    r.kernels = kernels_for(x.itemsize)
+    read_array(x, &r.x)
+    read_array(out, &r.out, True)
+    read_array(cos, &r.cos)
+    read_array(sin, &r.sin)
+    r.how = ta_rope(r.x.shape[2], r.x.shape[3], rotary_dim, interleaved, r.out.stride[2], r.x.stride[2])
+    threads = team_size(threads, 8.0 * x.size)
+    items = min(<Py_ssize_t>threads, r.x.shape[0] * r.x.shape[1])
+    threads = <int>items
+    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+        rope_item(&r, i, items)
 
 
 if ta_watch_fork() != 0:

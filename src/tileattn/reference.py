@@ -1,10 +1,10 @@
 """The attention block in plain NumPy: the oracle of the tests, and the definition in code.
 
-`dot_product_attention` and `attention_block` stand here once more, with the same arguments and the
-same checks, written to be read; `layer_norm` and `rms_norm` are a LayerNorm and an RMSNorm made and
-called in one. There are no classes here: an AttentionBlock's arguments and those of its call go to
-`attention_block`. Attention of packed sequences, the merging of results and the weights themselves
-stand beside them.
+`dot_product_attention`, `attention_block` and `apply_rope` stand here once more, with the same
+arguments and the same checks, written to be read; `layer_norm` and `rms_norm` are a LayerNorm and
+an RMSNorm made and called in one. There are no classes here: an AttentionBlock's arguments and
+those of its call go to `attention_block`. Attention of packed sequences, the merging of results and
+the weights themselves stand beside them.
 
 All arithmetic is float64, whatever comes in; the result has the dtype of the input. So float64
 inputs give the oracle, and other inputs give the oracle rounded once.
@@ -37,14 +37,17 @@ from tileattn._arguments import (
     check_block_weights,
     check_flag,
     check_norm_inputs,
+    check_rope_inputs,
     check_states,
     check_varlen,
     check_window,
 )
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
 from tileattn.config import resolve_threads
+from tileattn.rope import Rope, RopeScaling
 
 __all__ = [
+    "apply_rope",
     "attention_block",
     "attention_weights",
     "dot_product_attention",
@@ -719,6 +722,70 @@ def rms_norm(
     resolve_threads(num_threads)
     y = _normalise(_float64(x) + _float64(residual), norm)
     return _deliver(y.astype(x.dtype), out)
+
+
+@np.errstate(all="ignore")
+def apply_rope(
+    x: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    *,
+    theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: RopeScaling | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """Turn pairs of columns of each head by angles that grow with position, in float64.
+
+    Parameters
+    ----------
+    x : float32 or float64 [B,T,N,H] or [T,N,H]
+        Queries or keys.
+    positions : int [T] or [B,T]
+        From 0 on.
+    theta : float
+        The base of the frequencies.
+    rotary_dim : int, optional
+        Columns of a head that are rotated; all where not given.
+    interleaved : bool
+        Whether pairs are neighbours, not half of `rotary_dim` apart.
+    scaling : RopeScaling, optional
+        How the frequencies are changed for longer sequences.
+    out : array of x's shape and dtype, optional
+        Filled, once everything is computed, and returned. It may be x.
+    num_threads : int, optional
+        Accepted so that the signature is that of `tileattn.apply_rope`; NumPy decides.
+
+    Returns
+    -------
+    array of x's shape and dtype
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `tileattn.apply_rope`, which shares these checks.
+
+    Examples
+    --------
+    >>> apply_rope(np.array([[[1.0, 0.0]]]), [1]).round(4)
+    array([[[0.5403, 0.8415]]])
+    """
+    rope = Rope(theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
+    x, positions, R = check_rope_inputs(x, positions, rotary_dim, out)
+    resolve_threads(num_threads)
+    angle = positions[..., None, None] * rope.frequencies(x.shape[-1])  # [B or 1, T, 1, R / 2]
+    angle = angle if x.ndim == 4 else angle[0]
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    cos, sin = factor * np.cos(angle), factor * np.sin(angle)
+    first, second = (
+        (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
+    )
+    a, b = _float64(x[..., first]), _float64(x[..., second])
+    y = x.copy()
+    y[..., first] = a * cos - b * sin
+    y[..., second] = b * cos + a * sin
+    return _deliver(y, out)
 
 
 def _attend(

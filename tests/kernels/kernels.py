@@ -69,6 +69,17 @@ class Norm(Structure):
     )
 
 
+class Rope(Structure):
+    _fields_ = (
+        ("heads", c_ssize_t),
+        ("head_dim", c_ssize_t),
+        ("rotary_dim", c_ssize_t),
+        ("interleaved", c_int),
+        ("dst_stride", c_ssize_t),
+        ("src_stride", c_ssize_t),
+    )
+
+
 PROTOTYPES = {
     "pack_rows": (None, c_void_p, POINTER(c_void_p), c_int, c_ssize_t, c_ssize_t),
     "pack_columns": (None, c_void_p, c_void_p, *[c_ssize_t] * 5, c_double),
@@ -82,6 +93,7 @@ PROTOTYPES = {
     "finish_row": (None, c_void_p, c_ssize_t, c_ssize_t, *[c_void_p] * 4),
     "all_finite": (c_int, c_void_p, c_ssize_t, c_ssize_t, c_ssize_t),
     "add_norm_row": (None, c_void_p, c_void_p, c_void_p, POINTER(Norm)),
+    "rotate_row": (None, *[c_void_p] * 4, POINTER(Rope)),
     "fma_rounds": (c_double, c_ssize_t),
     "read_all": (c_double, c_void_p, c_ssize_t),
 }

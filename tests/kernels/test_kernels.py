@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, Norm
+from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, Norm, Rope
 
 HEADER = Path(__file__).parents[2] / "csrc" / "tileattn.h"
 C_TYPES = {"int": c_int, "ptrdiff_t": c_ssize_t, "double": c_double}
@@ -22,7 +22,12 @@ def struct_body(name):
 @pytest.mark.any_isa
 @pytest.mark.parametrize(
     "name, mirror",
-    [("ta_gemm_tile", GemmTile), ("ta_attention_tile", AttentionTile), ("ta_norm", Norm)],
+    [
+        ("ta_gemm_tile", GemmTile),
+        ("ta_attention_tile", AttentionTile),
+        ("ta_norm", Norm),
+        ("ta_rope", Rope),
+    ],
 )
 def test_struct_has_the_fields_of_the_header(name, mirror):
     fields = []

@@ -1,0 +1,615 @@
+"""Rotary position embedding (RoPE), and how it is stretched for longer sequences."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tileattn import _core
+from tileattn._arguments import (
+    Array,
+    Integers,
+    SetOnce,
+    check_at_least,
+    check_flag,
+    check_int,
+    check_real,
+    check_rope_inputs,
+    fit_rotary_dim,
+)
+from tileattn.config import resolve_threads
+
+Float64 = npt.NDArray[np.float64]
+
+
+class RopeScaling(ABC):
+    """How RoPE is stretched beyond the length that a model was trained for.
+
+    Made by one of `linear`, `ntk`, `yarn` and `llama3`; a model's configuration says which, and
+    `Rope.from_config` reads it.
+
+    Attributes
+    ----------
+    attention_factor : float
+        What multiplies cos and sin; 1 but for YaRN.
+
+    Notes
+    -----
+    A scaling does not change once it is made. It changes the frequencies ``theta**(-2 i / R)`` of
+    the R / 2 pairs of columns, R being `rotary_dim`:
+
+    - linear: divided by `factor`, which interpolates positions [1]_;
+    - ntk: those of ``theta * factor**(R / (R - 2))``, so that the slowest is divided by `factor`
+      and the fastest stays;
+    - yarn: divided by `factor` for pairs that turn slowly, kept for those that turn fast, with a
+      ramp over i in between [2]_;
+    - llama3: the same with a ramp over the number of turns.
+
+    The paper on YaRN describes a ramp over the number of turns as well. Its authors' code, and
+    the models that use it, have one over i.
+
+    References
+    ----------
+    .. [1] S. Chen et al., "Extending context window of large language models via positional
+       interpolation", 2023.
+    .. [2] B. Peng et al., "YaRN: efficient context window extension of large language models",
+       2023.
+
+    Examples
+    --------
+    >>> import tileattn
+    >>> tileattn.RopeScaling.linear(4)
+    RopeScaling.linear(factor=4.0)
+    >>> tileattn.Rope(scaling=tileattn.RopeScaling.llama3(8, 1, 4, 8192)).frequencies(4)
+    array([1.  , 0.01])
+    """
+
+    kind: ClassVar[str]
+    attention_factor: float = 1.0
+
+    @abstractmethod
+    def frequencies(self, theta: float, rotary_dim: int) -> Float64:
+        """Radians that each pair turns from one position to the next, float64 [rotary_dim / 2]."""
+
+    def __repr__(self) -> str:
+        parameters = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"RopeScaling.{self.kind}({parameters})"
+
+    @staticmethod
+    def linear(factor: float) -> RopeScaling:
+        """Positional interpolation: positions are divided by `factor`, which is at least 1."""
+        return _Linear(check_at_least("factor", factor, 1))
+
+    @staticmethod
+    def ntk(factor: float) -> RopeScaling:
+        """NTK-aware interpolation with a fixed `factor` of at least 1.
+
+        What is called dynamic takes a new factor, ``factor * length / original_max_position -
+        (factor - 1)``, for each length beyond the original one, and so turns the keys already in a
+        cache out of place.
+        """
+        return _Ntk(check_at_least("factor", factor, 1))
+
+    @staticmethod
+    def yarn(
+        factor: float,
+        original_max_position: int,
+        *,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        attention_factor: float | None = None,
+        truncate: bool = True,
+    ) -> RopeScaling:
+        """YaRN: pairs that turn slowly are interpolated.
+
+        Parameters
+        ----------
+        factor : float
+            At least 1.
+        original_max_position : int
+            The length that the model was trained for.
+        beta_fast, beta_slow : float, optional
+            Pairs that turn more than `beta_fast` times over that length stay as they are, those
+            that turn less than `beta_slow` times are interpolated, and between them is a ramp.
+        attention_factor : float, optional
+            What multiplies cos and sin, by default ``0.1 * log(factor) + 1``.
+        truncate : bool, optional
+            Whether the ramp begins and ends at whole numbers of a pair.
+        """
+        factor = check_at_least("factor", factor, 1)
+        fast, slow = check_real("beta_fast", beta_fast), check_real("beta_slow", beta_slow)
+        if not 0 < slow < fast:
+            raise ValueError(
+                f"beta_slow = {slow:g} must be positive and below beta_fast = {fast:g}"
+            )
+        if attention_factor is None:
+            attention_factor = _yarn_attention_factor(factor)
+        if (attention := check_real("attention_factor", attention_factor)) <= 0:
+            raise ValueError(f"attention_factor must be positive, got {attention_factor!r}")
+        return _Yarn(
+            factor,
+            _check_length(original_max_position),
+            fast,
+            slow,
+            check_flag("truncate", truncate),
+            attention,
+        )
+
+    @staticmethod
+    def llama3(
+        factor: float,
+        low_freq_factor: float,
+        high_freq_factor: float,
+        original_max_position: int,
+    ) -> RopeScaling:
+        """As in Llama 3.1 (8, 1, 4, 8192) and 3.2 (32, 1, 4, 8192).
+
+        Parameters
+        ----------
+        factor : float
+            At least 1.
+        low_freq_factor, high_freq_factor : float
+            Pairs that turn less than `low_freq_factor` times over `original_max_position` are
+            interpolated, those that turn more than `high_freq_factor` times stay as they are, and
+            between them is a ramp.
+        original_max_position : int
+            The length that the model was trained for.
+        """
+        low = check_real("low_freq_factor", low_freq_factor)
+        high = check_real("high_freq_factor", high_freq_factor)
+        if not 0 < low < high:
+            raise ValueError(
+                f"low_freq_factor = {low:g} must be positive and below high_freq_factor = {high:g}"
+            )
+        length = _check_length(original_max_position)
+        return _Llama3(check_at_least("factor", factor, 1), low, high, length)
+
+
+@dataclass(frozen=True, repr=False)
+class _Linear(RopeScaling):
+    kind = "linear"
+    factor: float
+
+    def frequencies(self, theta: float, rotary_dim: int) -> Float64:
+        return _frequencies(theta, rotary_dim) / self.factor
+
+
+@dataclass(frozen=True, repr=False)
+class _Ntk(RopeScaling):
+    kind = "ntk"
+    factor: float
+
+    def frequencies(self, theta: float, rotary_dim: int) -> Float64:
+        # A single pair has the frequency 1, whatever theta is.
+        return _frequencies(
+            theta * self.factor ** (rotary_dim / max(1, rotary_dim - 2)), rotary_dim
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class _Yarn(RopeScaling):
+    kind = "yarn"
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+    def frequencies(self, theta: float, rotary_dim: int) -> Float64:
+        kept = _frequencies(theta, rotary_dim)
+
+        def pair_that_turns(times: float) -> float:
+            wavelength = self.original_max_position / times
+            return rotary_dim / 2 * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+        begin, end = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            begin, end = math.floor(begin), math.ceil(end)
+        # Counted in columns, not pairs, as in the authors' code: the models were trained with it.
+        begin, end = max(begin, 0), min(end, rotary_dim - 1)
+        if end <= begin:
+            end = begin + 0.001
+        ramp = np.clip((np.arange(rotary_dim // 2) - begin) / (end - begin), 0, 1)
+        return _interpolate(kept, self.factor, ramp)
+
+
+@dataclass(frozen=True, repr=False)
+class _Llama3(RopeScaling):
+    kind = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def frequencies(self, theta: float, rotary_dim: int) -> Float64:
+        kept = _frequencies(theta, rotary_dim)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = self.original_max_position * kept / (2 * math.pi)
+        ramp = np.clip((high - turns) / (high - low), 0, 1)
+        return _interpolate(kept, self.factor, ramp)
+
+
+class Rope(SetOnce):
+    """Rotary position embedding: pairs of columns are turned by angles that grow with position.
+
+    Done to queries and keys, it makes the scores ``q . k`` depend on the differences of their
+    positions [1]_. Call it with either and with their positions.
+
+    Parameters
+    ----------
+    theta : float, optional
+        The base of the frequencies, above 1.
+    rotary_dim : int, optional
+        How many of a head's columns, from the first on, are rotated: even, and by default all.
+    interleaved : bool, optional
+        Pairs are the columns 2i and 2i + 1 (GPT-J, Cohere, GLM, the original Llama weights). By
+        default they are i and i + rotary_dim / 2 (GPT-NeoX, and nearly everything in Hugging Face's
+        layout).
+    scaling : RopeScaling, optional
+        How the frequencies are changed for longer sequences.
+
+    Attributes
+    ----------
+    theta, rotary_dim, interleaved, scaling
+        As given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parameters of another type or out of range.
+
+    Notes
+    -----
+    A Rope does not change once it is made. It keeps cos and sin of the last positions that it was
+    called with: q and k of all layers share them if the same Rope rotates them.
+
+    Frequencies and angles are float64, off by up to ``1e-15 * position`` radians, and only cos and
+    sin are rounded to x's dtype. Libraries that compute angles in float32 are off by up to
+    ``6e-8 * position`` radians.
+
+    References
+    ----------
+    .. [1] J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> rope = tileattn.Rope(theta=500000.0)
+    >>> q, k = np.ones((2, 3, 1, 64))
+    >>> q, k = rope(q, [0, 1, 2]), rope(k, [7, 8, 9])
+    >>> score = np.einsum("tnh,tnh->tn", q, k)
+    >>> np.allclose(score, score[0])
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        theta: float = 10000.0,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        scaling: RopeScaling | None = None,
+    ) -> None:
+        self.theta = check_real("theta", theta)
+        if self.theta <= 1:
+            raise ValueError(f"theta must be greater than 1, got {theta!r}")
+        self.rotary_dim = None if rotary_dim is None else check_int("rotary_dim", rotary_dim)
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2 != 0):
+            raise ValueError(f"rotary_dim must be even and at least 2, got {rotary_dim}")
+        self.interleaved = check_flag("interleaved", interleaved)
+        if scaling is not None and not isinstance(scaling, RopeScaling):
+            raise TypeError(
+                f"scaling must be a RopeScaling, such as RopeScaling.linear(2), or None, not "
+                f"{type(scaling).__name__}; Rope.from_config reads a model's configuration"
+            )
+        self.scaling = scaling
+        self._latest: list[_Tables | None] = [None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_latest": [None]}
+
+    def __repr__(self) -> str:
+        parts = [f"theta={self.theta}"]
+        if self.rotary_dim is not None:
+            parts.append(f"rotary_dim={self.rotary_dim}")
+        if self.interleaved:
+            parts.append("interleaved=True")
+        if self.scaling is not None:
+            parts.append(f"scaling={self.scaling}")
+        return f"Rope({', '.join(parts)})"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, interleaved: bool = False) -> Rope:
+        """The Rope of a model's config.json, as Hugging Face's transformers write it.
+
+        Parameters
+        ----------
+        config : mapping
+            What is read: ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` (of the types
+            default, linear, yarn and llama3), ``partial_rotary_factor`` with ``head_dim`` or what
+            it follows from, and ``max_position_embeddings`` for YaRN without
+            ``original_max_position_embeddings``.
+        interleaved : bool, optional
+            As in the constructor; the configuration does not say it.
+
+        Returns
+        -------
+        Rope
+
+        Raises
+        ------
+        ValueError
+            For a type that depends on the length of each sequence (dynamic, longrope) or is not
+            known, and for a parameter that is missing.
+
+        Examples
+        --------
+        >>> from tileattn import Rope
+        >>> Rope.from_config({"rope_theta": 500000.0, "rope_scaling": {
+        ...     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        ...     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}).theta
+        500000.0
+        """
+        parameters = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+        theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+        partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        rotary_dim = None
+        if partial != 1:
+            head_dim = config.get("head_dim")
+            if head_dim is None:
+                head_dim = _required(config, "hidden_size") // _required(
+                    config, "num_attention_heads"
+                )
+            rotary_dim = int(head_dim * partial)
+        return cls(
+            theta=theta,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            scaling=_scaling_from_config(parameters, config),
+        )
+
+    def frequencies(self, head_dim: int) -> Float64:
+        """Radians that each pair turns from one position to the next, for heads of that width.
+
+        Parameters
+        ----------
+        head_dim : int
+            H.
+
+        Returns
+        -------
+        float64 array [rotary_dim / 2]
+        """
+        rotary_dim = fit_rotary_dim(self.rotary_dim, head_dim)
+        if self.scaling is None:
+            return _frequencies(self.theta, rotary_dim)
+        return self.scaling.frequencies(self.theta, rotary_dim)
+
+    def tables(
+        self, positions: Integers, head_dim: int, dtype: npt.DTypeLike
+    ) -> tuple[Array, Array]:
+        """The cos and sin that pairs are turned by: the scaling's attention factor is in them.
+
+        Parameters
+        ----------
+        positions : int64 array [...]
+        head_dim : int
+            H.
+        dtype : float32 or float64
+
+        Returns
+        -------
+        cos, sin : arrays [..., rotary_dim / 2] of that dtype
+            Contiguous and read-only.
+        """
+        latest = self._latest[0]
+        if latest is None or not latest.hold(positions, head_dim, np.dtype(dtype)):
+            angles = positions[..., None] * self.frequencies(head_dim)
+            factor = 1.0 if self.scaling is None else self.scaling.attention_factor
+            cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
+            cos.flags.writeable = sin.flags.writeable = False
+            latest = _Tables(positions.copy(), head_dim, cos, sin)
+            self._latest[0] = latest
+        return latest.cos, latest.sin
+
+    def __call__(
+        self,
+        x: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        *,
+        out: Array | None = None,
+        num_threads: int | None = None,
+    ) -> Array:
+        """Rotate the heads of x by their positions.
+
+        Parameters
+        ----------
+        x : array [B, T, N, H] or [T, N, H], float32 or float64
+            Queries or keys.
+        positions : int array [T] or [B, T]
+            From 0 on; in any order.
+        out : array of x's shape and dtype, optional
+            x itself, or no overlap with it.
+        num_threads : int, optional
+            For this call, by default `get_num_threads()`.
+
+        Returns
+        -------
+        array of x's shape and dtype
+
+        Raises
+        ------
+        TypeError, ValueError
+            For dtypes or shapes that do not fit, and negative positions.
+        """
+        x, positions, rotary_dim = check_rope_inputs(x, positions, self.rotary_dim, out)
+        threads = resolve_threads(num_threads)
+        H = x.shape[-1]
+        if not x.size:
+            return np.empty(x.shape, x.dtype) if out is None else out
+        # The kernel reads and writes by whole vectors.
+        if not _has_whole_heads(x):
+            x = np.ascontiguousarray(x)
+        target = np.empty(x.shape, x.dtype) if out is None or not _has_whole_heads(out) else out
+        has_batch = x.ndim == 4
+        cos, sin = self.tables(positions, H, x.dtype)
+        _core.rope(
+            x if has_batch else x[None],
+            target if has_batch else target[None],
+            cos,
+            sin,
+            rotary_dim,
+            self.interleaved,
+            threads,
+        )
+        if out is not None and target is not out:
+            out[...] = target
+            return out
+        return target
+
+
+def apply_rope(
+    x: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    *,
+    theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: RopeScaling | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """Rotary position embedding of queries or keys: a `Rope` made and called once.
+
+    To rotate more with the same positions, keep a `Rope`: it computes cos and sin once.
+
+    Parameters
+    ----------
+    x : array [B, T, N, H] or [T, N, H], float32 or float64
+        Queries or keys.
+    positions : int array [T] or [B, T]
+        From 0 on; in any order.
+    theta, rotary_dim, interleaved, scaling
+        As in the constructor of `Rope`.
+    out, num_threads
+        As in a call of it.
+
+    Returns
+    -------
+    array of x's shape and dtype
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes or shapes that do not fit, and negative positions. Nothing has been written then.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> tileattn.apply_rope(np.array([[[1.0, 0.0]]]), [1]).round(4)
+    array([[[0.5403, 0.8415]]])
+    """
+    rope = Rope(theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
+    return rope(x, positions, out=out, num_threads=num_threads)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """cos and sin of some positions."""
+
+    positions: Integers
+    head_dim: int
+    cos: Array
+    sin: Array
+
+    def hold(self, positions: Integers, head_dim: int, dtype: np.dtype[Any]) -> bool:
+        return (
+            self.head_dim == head_dim
+            and self.cos.dtype == dtype
+            and np.array_equal(self.positions, positions)
+        )
+
+
+def _frequencies(theta: float, rotary_dim: int) -> Float64:
+    """theta**(-2 i / rotary_dim) for each pair i."""
+    frequencies: Float64 = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+    return frequencies
+
+
+def _interpolate(frequencies: Float64, factor: float, share: Float64) -> Float64:
+    """Frequencies divided by `factor` where `share` is 1, kept where it is 0, or a mixture."""
+    mixture: Float64 = frequencies * (1 - share) + frequencies / factor * share
+    return mixture
+
+
+def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1
+
+
+def _check_length(original_max_position: int) -> int:
+    length = check_int("original_max_position", original_max_position)
+    if length < 1:
+        raise ValueError(f"original_max_position must be at least 1, got {length}")
+    return length
+
+
+def _required(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    if value is None:
+        raise ValueError(f"config lacks {name}, which its rotary embedding needs")
+    return value
+
+
+def _scaling_from_config(
+    parameters: Mapping[str, Any], config: Mapping[str, Any]
+) -> RopeScaling | None:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+            raise ValueError(
+                f"config has rotary embeddings by kind of layer, {', '.join(nested)}: give it with "
+                f"rope_parameters replaced by those of one"
+            )
+        return None
+    if kind == "linear":
+        return RopeScaling.linear(_required(parameters, "factor"))
+    if kind == "llama3":
+        return RopeScaling.llama3(
+            _required(parameters, "factor"),
+            _required(parameters, "low_freq_factor"),
+            _required(parameters, "high_freq_factor"),
+            _required(parameters, "original_max_position_embeddings"),
+        )
+    if kind == "yarn":
+        original = parameters.get("original_max_position_embeddings")
+        factor = _required(parameters, "factor")
+        attention = parameters.get("attention_factor")
+        mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if attention is None and mscale and mscale_all:
+            attention = _yarn_attention_factor(factor, mscale) / _yarn_attention_factor(
+                factor, mscale_all
+            )
+        return RopeScaling.yarn(
+            factor,
+            _required(config, "max_position_embeddings") if original is None else original,
+            beta_fast=parameters.get("beta_fast") or 32.0,
+            beta_slow=parameters.get("beta_slow") or 1.0,
+            attention_factor=attention,
+            truncate=parameters.get("truncate", True),
+        )
+    raise ValueError(
+        f"config has the rope_type {kind!r}, expected default, linear, yarn or llama3; what "
+        f"depends on the length of a sequence needs a Rope for each, as with RopeScaling.ntk"
+    )
+
+
+def _has_whole_heads(array: Array) -> bool:
+    """Whether the columns of a head lie side by side."""
+    return array.strides[-1] == array.itemsize or array.shape[-1] == 1
