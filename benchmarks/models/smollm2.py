@@ -1,0 +1,509 @@
+"""SmolLM2-135M-Instruct, a small language model, in NumPy.
+
+    python -m benchmarks.models.smollm2 "How do I keep bread fresh?"
+
+streams the model's answer, and then says how many tokens a second it read and wrote. The model is
+a Llama with 30 layers, D = 576, N = 9, K = 3, H = 64; with X' = RMSNorm(X), each layer is
+
+    X = X + softmax(Q K^T / sqrt(H)) V W_O          causal, Q K V from X', Q and K turned by RoPE
+    X = X + (silu(X' W_gate) * (X' W_up)) W_down    silu(x) = x / (1 + exp(-x))
+
+and the next token's logits are X' E^T, where E is the table that the tokens' vectors come from.
+
+`reference_logits` is the whole model in float64. A `Decoder` is the same in float32, a few tokens
+at a time. It leaves the first of the two lines to an `Attention`, which also keeps the K/V cache,
+so that attention can be exchanged (`--with`) and all else stays equal.
+"""
+
+import argparse
+import codecs
+import importlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.models.fetch import SMOLLM2, FetchError, fetch
+from tileattn.weights import WeightsError
+
+Array = NDArray[Any]
+
+CHUNK = 512  # tokens of a prompt computed at once, which bounds the scores' memory
+
+
+# ---------------------------------------------------------------- the weights
+
+
+@dataclass(frozen=True)
+class Config:
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    theta: float  # RoPE's base
+    eps: float  # RMSNorm's
+    context: int  # the most tokens that the model was trained to see
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    attention_norm: Array  # [D]
+    w_q: Array  # [D, N, H]
+    w_k: Array  # [D, K, H]
+    w_v: Array  # [D, K, H]
+    w_o: Array  # [N, H, D]
+    mlp_norm: Array  # [D]
+    w_gate: Array  # [D, F]
+    w_up: Array  # [D, F]
+    w_down: Array  # [F, D]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Everything that was learnt, in float32.
+
+    The columns of w_q and w_k stand in the order of the file, in which RoPE turns the pairs (0, 1),
+    (2, 3), ... of a head; the model's authors pair 0 with H / 2, 1 with H / 2 + 1, and so on.
+    """
+
+    config: Config
+    embedding: Array  # [vocabulary, D]
+    layers: Sequence[Layer]
+    norm: Array  # [D]
+
+
+def load(folder: Path) -> tuple[Weights, "Tokenizer"]:
+    """Read the model out of the folder that `fetch(SMOLLM2)` returns.
+
+    Raises
+    ------
+    WeightsError
+        The file is missing or damaged.
+    ImportError
+        gguf or tokenizers is not installed.
+    """
+    gguf = _import("gguf")
+    path = Path(folder, *SMOLLM2.files)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError, LookupError) as error:
+        raise WeightsError(f"{path}: cannot be read: {error}") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def field(key: str) -> Any:
+        if key not in reader.fields:
+            raise WeightsError(f"{path}: has no {key}")
+        return reader.fields[key].contents()
+
+    def tensor(name: str) -> Array:
+        if name not in tensors:
+            raise WeightsError(f"{path}: the tensor {name} is missing")
+        return gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+
+    config = Config(
+        num_layers=field("llama.block_count"),
+        num_heads=field("llama.attention.head_count"),
+        num_kv_heads=field("llama.attention.head_count_kv"),
+        theta=field("llama.rope.freq_base"),
+        eps=field("llama.attention.layer_norm_rms_epsilon"),
+        context=field("llama.context_length"),
+    )
+    control = gguf.TokenType.CONTROL
+    tokenizer = Tokenizer(
+        vocabulary=field("tokenizer.ggml.tokens"),
+        merges=field("tokenizer.ggml.merges"),
+        special=[i for i, kind in enumerate(field("tokenizer.ggml.token_type")) if kind == control],
+    )
+    return _arrange(config, tensor), tokenizer
+
+
+def _arrange(config: Config, tensor: Callable[[str], Array]) -> Weights:
+    """Lay the file's [out, in] matrices out by axes; all are views."""
+    embedding = tensor("token_embd.weight")
+    D = embedding.shape[1]
+
+    def layer(name: str) -> Layer:
+        def heads(part: str, count: int) -> Array:
+            return tensor(f"{name}.{part}.weight").T.reshape(D, count, -1)
+
+        return Layer(
+            attention_norm=tensor(f"{name}.attn_norm.weight"),
+            w_q=heads("attn_q", config.num_heads),
+            w_k=heads("attn_k", config.num_kv_heads),
+            w_v=heads("attn_v", config.num_kv_heads),
+            w_o=tensor(f"{name}.attn_output.weight").T.reshape(config.num_heads, -1, D),
+            mlp_norm=tensor(f"{name}.ffn_norm.weight"),
+            w_gate=tensor(f"{name}.ffn_gate.weight").T,
+            w_up=tensor(f"{name}.ffn_up.weight").T,
+            w_down=tensor(f"{name}.ffn_down.weight").T,
+        )
+
+    layers = [layer(f"blk.{i}") for i in range(config.num_layers)]
+    return Weights(config, embedding, layers, tensor("output_norm.weight"))
+
+
+def _import(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ImportError(
+            f"this program needs the package {package}: pip install 'tileattn[models]'"
+        ) from None
+
+
+# ---------------------------------------------------------------- the tokenizer
+
+# What the model was trained to be told first.
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+# A vocabulary of bytes is written with one visible character a byte: the visible characters of
+# Latin-1 stand for themselves, and the other bytes, in order, for those from U+0100.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(0x100) if byte not in set(_VISIBLE)]
+BYTES = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)
+}
+
+
+class Tokenizer:
+    """Byte-pair encoding, with digits one by one.
+
+    A few control characters and rare planes of Unicode have no token; encoding drops them.
+
+    Parameters
+    ----------
+    vocabulary : sequence of str
+        The tokens, in the characters of BYTES.
+    merges : sequence of str
+        The pairs that are joined, with a space between their halves, first come first joined.
+    special : sequence of int
+        The tokens that are no text. Nothing in a text encodes to them.
+    """
+
+    def __init__(
+        self, vocabulary: Sequence[str], merges: Sequence[str], special: Sequence[int]
+    ) -> None:
+        tokenizers = _import("tokenizers")
+        split = tokenizers.pre_tokenizers
+        ids = {token: i for i, token in enumerate(vocabulary)}
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        self._encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=pairs))
+        self._encoder.pre_tokenizer = split.Sequence(
+            [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False)]
+        )
+        self.special = {vocabulary[i]: i for i in special}
+        self._bytes = [
+            b"" if token in self.special else bytes(BYTES[character] for character in token)
+            for token in vocabulary
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encoder.encode(text).ids)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(self.stream(tokens))
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text as its tokens come; a character is held back until it is complete."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            if piece := decoder.decode(self._bytes[token]):
+                yield piece
+        if piece := decoder.decode(b"", final=True):
+            yield piece
+
+    def chat(self, prompt: str) -> list[int]:
+        """Encode a question as the model was trained to be asked one."""
+        start, end = self.special["<|im_start|>"], self.special["<|im_end|>"]
+        tokens = []
+        for role, text in (("system", SYSTEM), ("user", prompt)):
+            tokens += [start, *self.encode(f"{role}\n{text}"), end, *self.encode("\n")]
+        return [*tokens, start, *self.encode("assistant\n")]
+
+    @property
+    def stops(self) -> set[int]:
+        """The tokens that end an answer."""
+        return {self.special["<|im_end|>"], self.special["<|endoftext|>"]}
+
+
+# ---------------------------------------------------------------- all but attention
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def swiglu(x: Array, layer: Layer) -> Array:
+    gate = x @ layer.w_gate
+    with np.errstate(over="ignore"):  # where exp(-gate) is infinite, silu is 0 to rounding
+        gate /= 1 + np.exp(-gate)
+    gate *= x @ layer.w_up
+    return gate @ layer.w_down
+
+
+def rotate(x_TNH: Array, positions: Array, theta: float) -> Array:
+    """Turn the pairs (0, 1), (2, 3), ... of each head: pair i by position * theta^(-2 i / H)."""
+    H = x_TNH.shape[-1]
+    angles = positions[:, None, None] * theta ** (-np.arange(0, H, 2) / H)
+    as_complex = np.result_type(x_TNH.dtype, np.complex64)
+    turned = x_TNH.view(as_complex) * np.exp(1j * angles).astype(as_complex)
+    return turned.view(x_TNH.dtype)
+
+
+# ---------------------------------------------------------------- the model in float64
+
+
+def reference_logits(weights: Weights, tokens: Sequence[int]) -> Array:
+    """Return logits[T, vocabulary]: row t is about the token after tokens[t]. All in float64."""
+    config = weights.config
+    T, K = len(tokens), config.num_kv_heads
+    positions = np.arange(T)
+    future_TS = positions > positions[:, None]
+    x_TD = weights.embedding[tokens].astype(np.float64)
+    for layer in weights.layers:
+        h_TD = rms_norm(x_TD, layer.attention_norm, config.eps)
+        q_TNH = rotate(np.tensordot(h_TD, layer.w_q, axes=1), positions, config.theta)
+        k_SKH = rotate(np.tensordot(h_TD, layer.w_k, axes=1), positions, config.theta)
+        v_SKH = np.tensordot(h_TD, layer.w_v, axes=1)
+        N, H = q_TNH.shape[1:]
+        q_TKGH = q_TNH.reshape(T, K, N // K, H)
+        score_KGTS = np.einsum("tkgh,skh->kgts", q_TKGH, k_SKH) / math.sqrt(H)
+        score_KGTS[..., future_TS] = -np.inf
+        share_KGTS = np.exp(score_KGTS - score_KGTS.max(axis=-1, keepdims=True))
+        share_KGTS /= share_KGTS.sum(axis=-1, keepdims=True)
+        y_TKGH = np.einsum("kgts,skh->tkgh", share_KGTS, v_SKH)
+        x_TD = x_TD + np.tensordot(y_TKGH.reshape(T, N, H), layer.w_o, axes=2)
+        x_TD = x_TD + swiglu(rms_norm(x_TD, layer.mlp_norm, config.eps), layer)
+    return rms_norm(x_TD, weights.norm, config.eps) @ weights.embedding.T
+
+
+# ---------------------------------------------------------------- decoding, a few tokens at a time
+
+# Takes x[T, D], the tokens that follow those of its earlier calls, and returns x with attention
+# added; the keys and values of all of them stay with it.
+Attention = Callable[[Array], Array]
+
+# Takes the tokens that follow those of its earlier calls, and returns the next one's logits.
+Step = Callable[[Sequence[int]], Array]
+
+
+class NumpyAttention:
+    """A layer's attention in plain NumPy, with a K/V cache that doubles when it is full."""
+
+    def __init__(self, layer: Layer, config: Config) -> None:
+        D, self._N, H = layer.w_q.shape
+        self._K = config.num_kv_heads
+        self._config = config
+        self._norm = layer.attention_norm
+        matrices = [w.reshape(D, -1) for w in (layer.w_q, layer.w_k, layer.w_v)]
+        self._w_qkv = np.concatenate(matrices, axis=1)
+        self._w_o = layer.w_o.reshape(-1, D)
+        self._cache_2KSH = np.empty((2, self._K, 64, H), np.float32)
+        self._length = 0
+
+    def __call__(self, x_TD: Array) -> Array:
+        T, N, K, H = len(x_TD), self._N, self._K, self._cache_2KSH.shape[-1]
+        start, S = self._length, self._length + T
+        h_TD = rms_norm(x_TD, self._norm, self._config.eps)
+        heads = (h_TD @ self._w_qkv).reshape(T, N + 2 * K, H)
+        positions = np.arange(start, S)
+        heads[:, : N + K] = rotate(heads[:, : N + K], positions, self._config.theta)
+        while self._cache_2KSH.shape[2] < S:
+            self._cache_2KSH = np.concatenate([self._cache_2KSH] * 2, axis=2)
+        self._cache_2KSH[:, :, start:S] = heads[:, N:].reshape(T, 2, K, H).transpose(1, 2, 0, 3)
+        self._length = S
+        k_KSH, v_KSH = self._cache_2KSH[:, :, :S]
+
+        q_KGTH = heads[:, :N].reshape(T, K, N // K, H).transpose(1, 2, 0, 3)
+        # One product a K/V head, for all the query heads that share it.
+        score_KRS = q_KGTH.reshape(K, -1, H) @ k_KSH.transpose(0, 2, 1)
+        score_KRS *= np.float32(1 / math.sqrt(H))
+        if T > 1:
+            future_TS = np.arange(S) > positions[:, None]
+            score_KRS.reshape(K, -1, T, S)[..., future_TS] = -np.inf
+        score_KRS -= score_KRS.max(axis=-1, keepdims=True)
+        np.exp(score_KRS, out=score_KRS)
+        score_KRS /= score_KRS.sum(axis=-1, keepdims=True)
+        y_KGTH = (score_KRS @ v_KSH).reshape(K, -1, T, H)
+        return x_TD + y_KGTH.transpose(2, 0, 1, 3).reshape(T, -1) @ self._w_o
+
+
+class Decoder:
+    """The model as a `Step`, around an attention of one's choice.
+
+    Parameters
+    ----------
+    weights : Weights
+    make_attention : callable
+        Given a `Layer` and the `Config`, returns an `Attention` that has seen no token yet.
+    """
+
+    def __init__(
+        self, weights: Weights, make_attention: Callable[[Layer, Config], Attention]
+    ) -> None:
+        self._weights = weights
+        self._attentions = [make_attention(layer, weights.config) for layer in weights.layers]
+
+    def __call__(self, tokens: Sequence[int]) -> Array:
+        if not len(tokens):
+            raise ValueError("tokens is empty, expected at least one")
+        for start in range(0, len(tokens), CHUNK):
+            last_D = self._advance(tokens[start : start + CHUNK])
+        return self._weights.embedding @ last_D
+
+    def _advance(self, tokens: Sequence[int]) -> Array:
+        """Return the last token's vector after the final norm."""
+        weights, eps = self._weights, self._weights.config.eps
+        x_TD = weights.embedding[tokens]
+        for layer, attention in zip(weights.layers, self._attentions, strict=True):
+            x_TD = attention(x_TD)
+            x_TD = x_TD + swiglu(rms_norm(x_TD, layer.mlp_norm, eps), layer)
+        return rms_norm(x_TD[-1], weights.norm, eps)
+
+
+DECODERS: Mapping[str, Callable[[Weights], Step]] = {
+    "numpy": lambda weights: Decoder(weights, NumpyAttention),
+}
+
+
+# ---------------------------------------------------------------- generation
+
+
+class Sampler:
+    """Chooses a token by its logits.
+
+    Parameters
+    ----------
+    temperature : float
+        Divides the logits. 0 takes the likeliest token.
+    top_p : float
+        Only the likeliest tokens whose probabilities reach this sum are drawn from.
+    seed : int
+    """
+
+    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature is {temperature}, expected 0 or more")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}, expected more than 0 and at most 1")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}, expected 0 or more")
+        self._temperature = temperature
+        self._top_p = top_p
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, logits: Array) -> int:
+        if self._temperature == 0:
+            return int(logits.argmax())
+        order = np.argsort(-logits)
+        fall = (logits[order] - logits[order[0]]).astype(np.float64)
+        total = np.cumsum(np.exp(fall / self._temperature))
+        last = np.searchsorted(total, self._top_p * total[-1])
+        drawn = self._random.uniform(0, total[last])
+        return int(order[np.searchsorted(total[:last], drawn, side="right")])
+
+
+def generate(
+    step: Step, prompt: Sequence[int], sample: Callable[[Array], int], stops: set[int], limit: int
+) -> Iterator[int]:
+    """Yield the tokens that follow the prompt, up to a stop or the limit."""
+    tokens = prompt
+    for _ in range(limit):
+        token = sample(step(tokens))
+        if token in stops:
+            return
+        yield token
+        tokens = [token]
+
+
+# ---------------------------------------------------------------- the command
+
+
+class _CommandError(Exception):
+    pass
+
+
+class _Stopwatch:
+    """Passes tokens on, and notes when each of them came."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._tokens = tokens
+        self.times: list[float] = []  # the first is that of the start
+
+    def __iter__(self) -> Iterator[int]:
+        self.times.append(time.perf_counter())
+        for token in self._tokens:
+            self.times.append(time.perf_counter())
+            yield token
+
+    def report(self, prompt: int) -> str:
+        """Tokens a second: of the prompt until the first one came, and of those after it."""
+        if len(self.times) < 2:
+            return "nothing generated"
+        start, first, *rest = self.times
+        text = f"prompt of {prompt} tokens, {prompt / (first - start):.1f} a second"
+        if rest:
+            text += f"; {len(rest)} more, {len(rest) / (rest[-1] - first):.1f} a second"
+        return text
+
+
+def _run(options: argparse.Namespace) -> None:
+    if not options.prompt.strip():
+        raise _CommandError("the prompt is empty")
+    if options.tokens < 1:
+        raise _CommandError(f"--tokens is {options.tokens}, expected at least 1")
+    try:
+        sampler = Sampler(options.temperature, options.top_p, options.seed)
+    except ValueError as error:
+        raise _CommandError(str(error)) from None
+    weights, tokenizer = load(fetch(SMOLLM2))
+    encode = tokenizer.encode if options.plain else tokenizer.chat
+    prompt = encode(options.prompt)
+    room = weights.config.context - len(prompt)
+    if room < 1:
+        raise _CommandError(
+            f"the prompt has {len(prompt)} tokens, expected less than {weights.config.context}"
+        )
+    step = DECODERS[options.decoder](weights)
+    limit = min(options.tokens, room)
+    tokens = _Stopwatch(generate(step, prompt, sampler, tokenizer.stops, limit))
+    for piece in tokenizer.stream(tokens):
+        print(piece, end="", flush=True)
+    print()
+    print(f"{options.decoder}: {tokens.report(len(prompt))}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.models.smollm2",
+        description="Stream the answer of a small language model to a question.",
+    )
+    parser.add_argument("prompt")
+    parser.add_argument("--with", dest="decoder", choices=DECODERS, default="numpy",
+                        help="what computes attention (default: numpy)")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=256,
+                        help="the most to generate (default: 256)")  # fmt: skip
+    parser.add_argument("--temperature", type=float, default=0.0,
+                        help="0, the default, always takes the likeliest token")  # fmt: skip
+    parser.add_argument("--top-p", dest="top_p", type=float, default=1.0,
+                        help="draw from the likeliest tokens that make up this share "
+                        "(default: 1)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
+    parser.add_argument("--plain", action="store_true", help="continue the prompt as it stands")
+    options = parser.parse_args(arguments)
+    try:
+        _run(options)
+    except (_CommandError, FetchError, WeightsError, ImportError) as error:
+        print(f"smollm2: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
