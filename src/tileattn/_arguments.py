@@ -561,9 +561,7 @@ def check_rope_inputs(
         raise ValueError(f"x must have the axes [B, T, N, H] or [T, N, H], not shape {x.shape}")
     *batch, T, _, H = x.shape
     rotary_dim = fit_rotary_dim(rotary_dim, H)
-    positions = as_array("positions", positions)
-    if positions.dtype.kind not in "iu":
-        raise TypeError(f"positions must hold integers, not {positions.dtype}")
+    positions = as_integers("positions", positions)
     if positions.shape not in ((T,), (*batch, T)):
         either = f" or [B, T] = {(*batch, T)}" if batch else ""
         raise ValueError(
