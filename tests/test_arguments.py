@@ -352,7 +352,7 @@ def test_the_reference_refuses_the_same(given, error, names):
 def test_arguments_that_do_not_exist_are_not_ignored():
     refused(lambda: dot_product_attention(**attention_arguments(), dropout=None), TypeError)
     block_arguments = [random(i, *s) for i, s in enumerate(BLOCK_SHAPES.values())]
-    for name in ("dropout", "mask", "bias", "softcap", "local_window_size", "sinks"):
+    for name in ("dropout", "alibi_slopes", "return_lse", "theta"):
         refused(
             lambda name=name: attention_block(random(9, B, T, D), *block_arguments, **{name: None}),
             TypeError,
@@ -824,6 +824,50 @@ WEIGHT_FAULTS = {
         ["norm.weight", (9,), (D,)],
     ),
     "norm as text": ({"norm": "post"}, TypeError, ["norm", "LayerNorm", "RMSNorm", "str"]),
+    "unused norm of another width": (
+        {"norm": LayerNorm(random(0, 9)), "norm_position": None},
+        ValueError,
+        ["norm.weight", (9,), (D,)],
+    ),
+    "position of the norm": (
+        {"norm_position": "before"},
+        ValueError,
+        ["norm_position", "'pre'", "'post'", "None", "'before'"],
+    ),
+    "norm for its position": (
+        {"norm_position": LayerNorm()},
+        TypeError,
+        ["norm_position", "'pre'", "LayerNorm"],
+    ),
+    "q_norm as text": ({"q_norm": "rms"}, TypeError, ["q_norm", "LayerNorm", "RMSNorm", "str"]),
+    "k_norm as a flag": ({"k_norm": True}, TypeError, ["k_norm", "RMSNorm", "bool"]),
+    "q_norm of the model's width": (
+        {"q_norm": RMSNorm(random(0, D))},
+        ValueError,
+        ["q_norm.weight", (D,), (H,)],
+    ),
+    "k_norm of another width": (
+        {"k_norm": LayerNorm(bias=random(0, 9))},
+        ValueError,
+        ["k_norm.bias", (9,), (H,)],
+    ),
+    "k_norm of float64": ({"k_norm": RMSNorm(np.ones(H))}, TypeError, ["k_norm.weight", "float64"]),
+    "rope as a number": ({"rope": 10000.0}, TypeError, ["rope", "Rope", "float"]),
+    "rope of more columns": (
+        {"rope": Rope(rotary_dim=H + 2)},
+        ValueError,
+        ["rope.rotary_dim", H + 2, f"H = {H}"],
+    ),
+    "rope of odd heads": (
+        {"rope": Rope(), "w_q": random(0, D, N, 7), "w_k": random(0, D, K, 7)},
+        ValueError,
+        ["rope.rotary_dim", "H = 7"],
+    ),
+    "softcap": ({"softcap": 0}, ValueError, ["softcap", "0"]),
+    "softcap as text": ({"softcap": "30"}, TypeError, ["softcap", "'30'"]),
+    "window": ({"local_window_size": (1, -1)}, ValueError, ["local_window_size", "-1"]),
+    "sinks by key head": ({"sinks": random(0, K)}, ValueError, ["sinks", (K,), (N,)]),
+    "integer sinks": ({"sinks": np.zeros(N, int)}, TypeError, ["sinks", "int64"]),
     "scale": ({"scale": "0.5"}, TypeError, ["scale", "'0.5'"]),
     "scale as NaN": ({"scale": np.nan}, ValueError, ["scale", "nan"]),
     "residual as text": ({"residual": "no"}, TypeError, ["residual", "'no'"]),
@@ -859,6 +903,14 @@ CALL_FAULTS = {
     "width of context": ({"context": random(0, B, S, D)}, ValueError, ["context", (B, S, D), "12"]),
     "context without B": ({"context": random(0, S, DC)}, ValueError, ["context", (S, DC)]),
     "batch of context": ({"context": random(0, 3, S, DC)}, ValueError, ["context", "3", "2"]),
+    "bias of bool": ({"bias": np.ones((T, S), bool)}, TypeError, ["bias", "bool", "mask"]),
+    "shape of bias": ({"bias": random(0, N, S, T)}, ValueError, ["bias", (N, S, T), (B, N, T, S)]),
+    "mask of numbers": ({"mask": random(0, T, S)}, TypeError, ["mask", "float32", "bias"]),
+    "heads of mask": (
+        {"mask": np.ones((B, K, T, S), bool)},
+        ValueError,
+        ["mask", (B, K, T, S), (B, N, T, S)],
+    ),
     "offset": ({"query_offset": 0.5}, TypeError, ["query_offset", "float64"]),
     "query lengths": (
         {"query_seq_lengths": ints([4, 0])},
@@ -898,6 +950,73 @@ def test_a_block_refuses_inputs(given, error, names):
         refused(lambda f=call: f(**arguments), error, *names)
     out = arguments["out"]
     assert not isinstance(out, np.ndarray) or (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    "offset, names",
+    [
+        (None, ["rope", "query_offset", f"T = {T}", f"S = {S}"]),
+        ([0, -1], ["query_offset", "rope", "[0, -1]"]),
+        (2**53, ["query_offset", "2**53", 2**53]),
+    ],
+)
+def test_a_block_with_rope_needs_positions(offset, names):
+    arguments = {**block_weights(), "x": random(0, B, T, D), "context": random(1, B, S, D)}
+    refused(
+        lambda: reference.attention_block(**arguments, rope=Rope(), query_offset=offset),
+        ValueError,
+        *names,
+    )
+
+
+def test_out_of_a_block_may_not_overlap_its_bias_or_mask():
+    memory = np.zeros((B, T, D), F32)
+    bias, mask = memory[:, :, :T], memory.view(bool)[:, :, :T]
+    for name, array in (("bias", bias), ("mask", mask)):
+        given = {"x": random(0, B, T, D), "out": memory, name: array[:, None]}
+        for function in (attention_block, reference.attention_block):
+            call = lambda f=function, given=given: f(**block_weights(), **given)  # noqa: E731
+            refused(call, ValueError, "out overlaps", name)
+
+
+BLOCK_LACKS = {
+    "norm_position": "pre",
+    "rope": Rope(),
+    "q_norm": RMSNorm(),
+    "k_norm": LayerNorm(),
+    "softcap": 30.0,
+    "local_window_size": 1,
+    "sinks": random(0, N),
+    "bias": random(0, T, T),
+    "mask": np.ones((T, T), bool),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_LACKS)
+def test_a_block_refuses_what_its_kernels_lack(name):
+    option = {name: BLOCK_LACKS[name]}
+    arguments = {**block_weights(), "x": random(9, B, T, D), "out": np.full((B, T, D), 7, F32)}
+    refused(lambda: attention_block(**arguments, **option), NotImplementedError, name)
+    assert (arguments["out"] == 7).all()
+    if name in ("bias", "mask"):
+        block = AttentionBlock(**block_weights())
+        refused(lambda: block.profile(arguments["x"], **option), NotImplementedError, name)
+    else:
+        refused(lambda: AttentionBlock(**block_weights(), **option), NotImplementedError, name)
+        linear = linear_weights()
+        refused(lambda: AttentionBlock.from_linear(**linear, **option), NotImplementedError, name)
+
+
+def test_a_block_takes_what_changes_nothing():
+    x = random(9, B, T, D)
+    expected = attention_block(x, **block_weights(), norm=None)
+    for options in (
+        {"norm_position": None},
+        {"norm": None, "norm_position": "pre", "local_window_size": (None, None)},
+    ):
+        assert same_bits(attention_block(x, **block_weights(), **options), expected)
+        block = AttentionBlock(**block_weights(), **options)
+        assert block.profile(x)[1][-1][0] == "project output"
 
 
 def linear_weights():

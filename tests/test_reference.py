@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracle import HALVES, LAYOUTS
-from tileattn import LayerNorm, RMSNorm, reference
+from tileattn import LayerNorm, RMSNorm, Rope, RopeScaling, reference
 
 INF, NAN = math.inf, math.nan
 # Two float64 evaluations of sums of at most some dozens of terms of size about 1, in another order.
@@ -88,6 +88,17 @@ def rms_norm_by_loops(row, weight, eps):
         value / math.sqrt(mean_square + eps) * float(w)
         for value, w in zip(row, weight, strict=True)
     ]
+
+
+def turned_by_loops(x, positions, *, theta, rotary_dim=None, interleaved=False, factor=1.0):
+    """RoPE of x[B,T,N,H] by positions[B,T], one pair of columns at a time, as complex numbers."""
+    y, R = x.copy(), rotary_dim or x.shape[3]
+    for b, t, n, i in np.ndindex(*x.shape[:3], R // 2):
+        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + R // 2)
+        angle = int(positions[b][t]) / factor * theta ** (-2 * i / R)
+        turned = complex(x[b, t, n, first], x[b, t, n, second]) * cmath.rect(1, angle)
+        y[b, t, n, first], y[b, t, n, second] = turned.real, turned.imag
+    return y
 
 
 def qkv(B=2, T=4, S=5, N=4, K=2, H=3, Hv=2, dtype=np.float64, seed=0):
@@ -811,18 +822,9 @@ def test_rms_norm_keeps_float32_and_fills_out():
 def test_rope_equals_complex_numbers(H, rotary_dim, interleaved):
     x = np.random.default_rng(6).standard_normal((2, 3, 2, H))
     positions = np.array([[0, 1, 50], [7, 7, 1000]])
-    actual = reference.apply_rope(
-        x, positions, theta=500.0, rotary_dim=rotary_dim, interleaved=interleaved
-    )
-    expected, R = x.copy(), rotary_dim or H
-    for b, t, n, i in np.ndindex(2, 3, 2, R // 2):
-        a, c = (2 * i, 2 * i + 1) if interleaved else (i, i + R // 2)
-        turned = complex(x[b, t, n, a], x[b, t, n, c]) * cmath.rect(
-            1, positions[b, t] * 500 ** (-2 * i / R)
-        )
-        expected[b, t, n, a], expected[b, t, n, c] = turned.real, turned.imag
-    np.testing.assert_allclose(actual, expected, **CLOSE)
     one = {"theta": 500.0, "rotary_dim": rotary_dim, "interleaved": interleaved}
+    actual = reference.apply_rope(x, positions, **one)
+    np.testing.assert_allclose(actual, turned_by_loops(x, positions, **one), **CLOSE)
     np.testing.assert_array_equal(reference.apply_rope(x[1], positions[1], **one), actual[1])
     assert reference.apply_rope(x, positions, out=x, **one) is x
     np.testing.assert_array_equal(x, actual)
@@ -850,23 +852,48 @@ def block_arguments(B=2, T=4, S=None, D=6, Dc=None, N=4, K=2, H=3, Hv=2, dtype=n
     return {name: draw(shape).astype(dtype) for name, shape in shapes.items()}
 
 
-def block_by_loops(a, *, norm=(1.0, 0.0, 1e-5), residual=True, **mask):
-    """The block, its projections with einsum and its attention by loops."""
-    c = a.get("context", a["x"])
-    q = np.einsum("btd,dnh->btnh", a["x"], a["w_q"]) + a.get("b_q", 0)
+def normed_by_loops(x, norm):
+    """Rows of x with a norm (weight, bias, eps) of LayerNorm, or (weight, eps) of RMSNorm."""
+    D = x.shape[-1]
+    parts = [np.broadcast_to(part, D) for part in norm[:-1]]
+    by_loops = norm_by_loops if len(parts) == 2 else rms_norm_by_loops
+    rows = [by_loops(row, *parts, norm[-1]) for row in x.reshape(-1, D).tolist()]
+    return np.reshape(rows, x.shape)
+
+
+def block_by_loops(
+    a,
+    *,
+    norm=(1.0, 0.0, 1e-5),
+    norm_position="post",
+    residual=True,
+    q_norm=None,
+    k_norm=None,
+    rope=None,
+    **mask,
+):
+    """The block, its projections with einsum and the rest by loops."""
+    x = a["x"]
+    if norm is not None and norm_position == "pre":
+        x = normed_by_loops(x, norm)
+    c = a.get("context", x)
+    q = np.einsum("btd,dnh->btnh", x, a["w_q"]) + a.get("b_q", 0)
     k = np.einsum("bsd,dkh->bskh", c, a["w_k"]) + a.get("b_k", 0)
     v = np.einsum("bsd,dkh->bskh", c, a["w_v"]) + a.get("b_v", 0)
+    if q_norm is not None:
+        q = normed_by_loops(q, q_norm)
+    if k_norm is not None:
+        k = normed_by_loops(k, k_norm)
+    if rope is not None:
+        (B, T), S = q.shape[:2], k.shape[1]
+        offset = mask.get("query_offset") or [0] * B
+        q = turned_by_loops(q, [[offset[b] + t for t in range(T)] for b in range(B)], **rope)
+        k = turned_by_loops(k, [range(S)] * B, **rope)
     scale = mask.pop("scale", 1 / math.sqrt(q.shape[-1]))
     y, _, _ = attention_by_loops(q, k, v, scale, **mask)
     z = np.einsum("btnh,nhd->btd", y, a["w_o"]) + a.get("b_o", 0)
     z = a["x"] + z if residual else z
-    if norm is None:
-        return z
-    weight, bias = (np.broadcast_to(part, z.shape[-1]) for part in norm[:2])
-    rows = [
-        norm_by_loops(row, weight, bias, norm[2]) for row in z.reshape(-1, z.shape[-1]).tolist()
-    ]
-    return np.reshape(rows, z.shape)
+    return normed_by_loops(z, norm) if norm is not None and norm_position == "post" else z
 
 
 @pytest.mark.parametrize("left_out", ["", "b_q", "b_k", "b_v", "b_o", "b_q b_k b_v b_o"])
@@ -890,10 +917,107 @@ def test_block_norm_residual_and_scale():
         ({"norm": LayerNorm(weight)}, block_by_loops(a, norm=(weight, 0.0, 1e-5))),
     ):
         np.testing.assert_allclose(reference.attention_block(**a, **options), expected, **CLOSE)
-    before = block_by_loops(a, norm=None)
-    rows = [rms_norm_by_loops(row, weight, 0.5) for row in before.reshape(-1, 6).tolist()]
+    expected = block_by_loops(a, norm=(weight, 0.5))
     actual = reference.attention_block(**a, norm=RMSNorm(weight, 0.5))
-    np.testing.assert_allclose(actual, np.reshape(rows, before.shape), **CLOSE)
+    np.testing.assert_allclose(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("position", ["pre", "post", None])
+@pytest.mark.parametrize("S", [None, 5])
+def test_block_norm_positions(S, position, residual):
+    a = block_arguments(S=S, Dc=None if S is None else 7)
+    weight, bias = np.linspace(0.5, 2, 6), np.linspace(-1, 1, 6)
+    for norm, parts in (
+        (LayerNorm(weight, bias, 0.5), (weight, bias, 0.5)),
+        (RMSNorm(weight, 0.5), (weight, 0.5)),
+        (None, None),
+    ):
+        where = {"norm_position": position, "residual": residual}
+        actual = reference.attention_block(**a, norm=norm, **where)
+        np.testing.assert_allclose(actual, block_by_loops(a, norm=parts, **where), **CLOSE)
+
+
+@pytest.mark.parametrize("left_out", ["", "q_norm", "k_norm", "rope"])
+@pytest.mark.parametrize("S, offset", [(None, None), (None, [3, 0]), (5, [0, 2])])
+def test_block_norms_heads_behind_their_bias_and_then_rotates(S, offset, left_out):
+    a = block_arguments(S=S, H=4)
+    weight, bias = np.linspace(0.5, 2, 4), np.linspace(-1, 1, 4)
+    rope = {"theta": 50.0, "rotary_dim": 2, "interleaved": True}
+    given = {
+        "q_norm": RMSNorm(weight, 0.1),
+        "k_norm": LayerNorm(weight, bias),
+        "rope": Rope(**rope),
+    }
+    parts = {"q_norm": (weight, 0.1), "k_norm": (weight, bias, 1e-5), "rope": rope}
+    for options in (given, parts):
+        options.pop(left_out, None)
+        options["query_offset"] = offset
+    np.testing.assert_allclose(
+        reference.attention_block(**a, **given), block_by_loops(a, **parts), **CLOSE
+    )
+
+
+def test_block_rotates_as_rope_does():
+    a = block_arguments(H=6)
+    for rope, parts in (
+        (Rope(), {"theta": 10000.0}),
+        (Rope(theta=9.0, rotary_dim=4), {"theta": 9.0, "rotary_dim": 4}),
+        (Rope(scaling=RopeScaling.linear(4)), {"theta": 10000.0, "factor": 4.0}),
+    ):
+        actual = reference.attention_block(**a, rope=rope, is_causal=True)
+        np.testing.assert_allclose(actual, block_by_loops(a, rope=parts, is_causal=True), **CLOSE)
+        # One offset for all sequences; without B; and by the operation itself.
+        shifted = reference.attention_block(**a, rope=rope, query_offset=7)
+        expected = block_by_loops(a, rope=parts, query_offset=[7, 7])
+        np.testing.assert_allclose(shifted, expected, **CLOSE)
+        alone = a | {"x": a["x"][1]}
+        np.testing.assert_array_equal(
+            reference.attention_block(**alone, rope=rope, query_offset=[7]), shifted[1]
+        )
+    yarn = Rope(theta=100.0, scaling=RopeScaling.yarn(4, 8))
+    q, k = (
+        reference.apply_rope(
+            np.einsum("btd,dnh->btnh", a["x"], a[f"w_{part}"]) + a[f"b_{part}"],
+            range(4),
+            theta=yarn.theta,
+            scaling=yarn.scaling,
+        )
+        for part in "qk"
+    )
+    v = np.einsum("btd,dkh->btkh", a["x"], a["w_v"]) + a["b_v"]
+    y = reference.dot_product_attention(q, k, v)
+    expected = a["x"] + np.einsum("btnh,nhd->btd", y, a["w_o"]) + a["b_o"]
+    actual = reference.attention_block(**a, rope=yarn, norm=None)
+    np.testing.assert_allclose(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("only", [None, "softcap", "local_window_size", "sinks", "bias", "mask"])
+@pytest.mark.parametrize("S", [None, 5])
+def test_block_passes_options_to_attention(S, only):
+    a = block_arguments(S=S)
+    B, T, N, S = 2, 4, 4, S or 4
+    rng = np.random.default_rng(8)
+    options = {
+        "softcap": 0.5,
+        "local_window_size": (2, 1),
+        "sinks": rng.standard_normal(N),
+        "bias": np.where(rng.random((N, 1, S)) < 0.2, -INF, rng.standard_normal((N, T, S))),
+        "mask": rng.random((B, 1, T, S)) < 0.7,
+    }
+    if only is not None:
+        options = {only: options[only]}
+    options["query_offset"] = [1, -1]
+    whole = {
+        name: np.broadcast_to(options[name], (B, N, T, S))
+        for name in ("bias", "mask")
+        if name in options
+    }
+    actual = reference.attention_block(**a, **options)
+    np.testing.assert_allclose(actual, block_by_loops(a, **(options | whole)), **CLOSE)
+    batch = {name: value[1] for name, value in a.items() if name in ("x", "context")}
+    alone = options | {name: array[1] for name, array in whole.items()} | {"query_offset": [-1]}
+    np.testing.assert_array_equal(reference.attention_block(**(a | batch), **alone), actual[1])
 
 
 def test_block_adds_the_bias_of_the_keys():
@@ -928,22 +1052,33 @@ def test_block_queries_beyond_their_length_keep_input_and_bias():
     a = block_arguments()
     y = reference.attention_block(**a, query_seq_lengths=[4, 2])
     np.testing.assert_allclose(y[1, 2:], reference.layer_norm(a["x"][1, 2:] + a["b_o"]), **CLOSE)
+    y = reference.attention_block(
+        **a, norm_position="pre", sinks=np.zeros(4), query_seq_lengths=[4, 2]
+    )
+    np.testing.assert_array_equal(y[1, 2:], a["x"][1, 2:] + a["b_o"])
 
 
 def test_block_padding_does_not_leak():
-    a = block_arguments()
     lengths = {"query_seq_lengths": [4, 2], "key_value_seq_lengths": [4, 2]}
-    expected = reference.attention_block(**a, **lengths)
-    a["x"][1, 2:] = NAN
-    expected[1, 2:] = NAN
-    np.testing.assert_array_equal(reference.attention_block(**a, **lengths), expected)
+    head_norms = {"q_norm": LayerNorm(), "k_norm": RMSNorm(), "rope": Rope(rotary_dim=2)}
+    for options in ({}, {"norm_position": "pre", **head_norms}):
+        a = block_arguments()
+        expected = reference.attention_block(**a, **lengths, **options)
+        a["x"][1, 2:] = NAN
+        expected[1, 2:] = NAN
+        actual = reference.attention_block(**a, **lengths, **options)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_block_float32_is_the_float64_block_rounded_once():
     a = block_arguments(dtype=np.float32)
-    y = reference.attention_block(**a, is_causal=True)
+    weight = np.linspace(0.5, 2, 3, dtype=np.float32)
+    options = {"is_causal": True, "norm_position": "pre", "rope": Rope(rotary_dim=2)}
+    y = reference.attention_block(**a, **options, q_norm=RMSNorm(weight))
     wide = reference.attention_block(
-        **{name: array.astype(np.float64) for name, array in a.items()}, is_causal=True
+        **{name: array.astype(np.float64) for name, array in a.items()},
+        **options,
+        q_norm=RMSNorm(weight.astype(np.float64)),
     )
     assert y.dtype == np.float32
     np.testing.assert_array_equal(y, wide.astype(np.float32))
@@ -958,6 +1093,9 @@ def test_block_out_and_empty_axes():
         a = block_arguments(**size)
         y = reference.attention_block(**a)
         assert y.shape == a["x"].shape
+        everything = {"norm_position": "pre", "q_norm": RMSNorm(), "rope": Rope(rotary_dim=2)}
+        got = reference.attention_block(**a, **everything, query_offset=0, sinks=np.zeros(4))
+        assert got.shape == a["x"].shape
         if "S" in size:
             np.testing.assert_allclose(y, reference.layer_norm(a["x"] + a["b_o"]), **CLOSE)
 

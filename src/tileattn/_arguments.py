@@ -16,6 +16,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Bool: TypeAlias = npt.NDArray[np.bool_]
 Window: TypeAlias = int | tuple[int | None, int | None] | None
+NormPosition: TypeAlias = Literal["pre", "post"] | None
 
 # More is a mistake, and a failing thread creation would end the process.
 MAX_THREADS = 1024
@@ -137,15 +138,33 @@ class NormParameters(SetOnce):
                 raise ValueError(f"{prefix}{name} has shape {vector.shape}, expected ({D},)")
 
 
+class RopeParameters(SetOnce):
+    """What the checks need to know of a Rope."""
+
+    rotary_dim: int | None
+
+
 class BlockWeights(NamedTuple):
-    """What `check_block_weights` found, in the order of `_core.Block`; vectors are copies."""
+    """What `check_block_weights` found; vectors are copies."""
 
     matrices: tuple[Array, Array, Array, Array]
     biases: tuple[Array | None, Array | None, Array | None, Array | None]
-    norm: tuple[Array | None, Array | None, float, bool] | None
+    norm: NormParameters | None  # None if it has no position, too
+    is_pre_norm: bool
     residual: bool
-    scale: float
+    scores: Scores  # without the bias, which comes with a call
     is_causal: bool
+    window: tuple[int, int] | None
+
+
+class BlockInputs(NamedTuple):
+    """What `check_block_inputs` found, with the B axis in place."""
+
+    x: Array
+    context: Array | None
+    bias: Array | None
+    visibility: Visibility
+    has_batch: bool
 
 
 def check_attention(
@@ -426,9 +445,16 @@ def check_block_weights(
     b_v: npt.ArrayLike | None,
     b_o: npt.ArrayLike | None,
     norm: NormParameters | None,
+    norm_position: NormPosition,
     residual: bool,
+    rope: RopeParameters | None,
+    q_norm: NormParameters | None,
+    k_norm: NormParameters | None,
     scale: float | None,
+    softcap: float | None,
     is_causal: bool,
+    local_window_size: Window,
+    sinks: npt.ArrayLike | None,
 ) -> BlockWeights:
     """Check what an attention block is made of."""
     w_q = check_array("w_q", w_q)
@@ -452,12 +478,22 @@ def check_block_weights(
                 f"{name} has shape {weight.shape}, expected {expected} from w_q {w_q.shape} and "
                 f"w_v {w_v.shape}"
             )
-    if norm is not None:
-        if not isinstance(norm, NormParameters):
+    for name, given, width in (("norm", norm, D), ("q_norm", q_norm, H), ("k_norm", k_norm, H)):
+        if given is None:
+            continue
+        if not isinstance(given, NormParameters):
             raise TypeError(
-                f"norm must be a LayerNorm, an RMSNorm or None, not {type(norm).__name__}"
+                f"{name} must be a LayerNorm, an RMSNorm or None, not {type(given).__name__}"
             )
-        norm.check_fit(D, dtype, "norm.")
+        given.check_fit(width, dtype, f"{name}.")
+    if norm_position is not None and not isinstance(norm_position, str):
+        raise TypeError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
+    if norm_position not in ("pre", "post", None):
+        raise ValueError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
+    if rope is not None:
+        if not isinstance(rope, RopeParameters):
+            raise TypeError(f"rope must be a Rope or None, not {type(rope).__name__}")
+        fit_rotary_dim(rope.rotary_dim, H, "rope.")
     biases = (
         check_vector("b_q", b_q, (N, H), dtype),
         check_vector("b_k", b_k, (K, H), dtype),
@@ -467,10 +503,16 @@ def check_block_weights(
     return BlockWeights(
         (w_q, w_k, w_v, w_o),
         biases,
-        None if norm is None else (norm.weight, norm.bias, norm.eps, norm.subtract_mean),
+        None if norm_position is None else norm,
+        norm_position == "pre",
         check_flag("residual", residual),
-        check_scale(scale, H),
+        Scores(
+            check_scale(scale, H),
+            check_softcap(softcap, dtype),
+            sinks=check_sinks(sinks, N, dtype),
+        ),
         check_flag("is_causal", is_causal),
+        check_window(local_window_size),
     )
 
 
@@ -479,18 +521,20 @@ def check_block_inputs(
     context: npt.ArrayLike | None,
     D: int,
     Dc: int,
+    N: int,
     dtype: np.dtype[Any],
     *,
+    bias: npt.ArrayLike | None,
+    mask: npt.ArrayLike | None,
     is_causal: bool,
+    local_window_size: Window = None,
+    has_rope: bool = False,
     query_offset: npt.ArrayLike | None,
     query_seq_lengths: npt.ArrayLike | None,
     key_value_seq_lengths: npt.ArrayLike | None,
     out: Array | None,
-) -> tuple[Array, Array | None, Visibility, bool]:
-    """Check a call of an attention block that is made for those widths and that dtype.
-
-    Returns x and context with the B axis in place, who sees whom, and whether B was given.
-    """
+) -> BlockInputs:
+    """Check a call of an attention block that is made for those widths, heads and that dtype."""
     x = check_array("x", x, dtype)
     if x.ndim not in (2, 3) or x.shape[-1] != D:
         raise ValueError(f"x must have the shape [B, T, {D}] or [T, {D}], not {x.shape}")
@@ -507,24 +551,28 @@ def check_block_inputs(
             f"context is missing: this block's keys and values come from a context of width {Dc}, "
             f"not from x of width {D}"
         )
+    T, S = x.shape[-2], (x if context is None else context).shape[-2]
+    if has_batch and context is not None and len(context) != len(x):
+        raise ValueError(f"context has batch B = {len(context)}, but x has {len(x)}")
+    shape = (*x.shape[:-2], N, T, S)
+    mask, bias = check_mask(mask, shape), check_bias(bias, shape)
     if out is not None:
-        check_out(out, x.shape, dtype, x=x, context=context)
+        check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias)
     if not has_batch:
         x, context = x[None], None if context is None else context[None]
-    B, T, _ = x.shape
-    S = T if context is None else context.shape[1]
-    if context is not None and len(context) != B:
-        raise ValueError(f"context has batch B = {len(context)}, but x has {B}")
     visibility = check_visibility(
-        B,
+        len(x),
         T,
         S,
         is_causal=is_causal,
         query_offset=query_offset,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        has_rope=has_rope,
+        mask=mask,
     )
-    return x, context, visibility, has_batch
+    return BlockInputs(x, context, bias, visibility, has_batch)
 
 
 def check_norm_inputs(
@@ -579,16 +627,18 @@ def check_rope_inputs(
     return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim)
 
 
-def fit_rotary_dim(rotary_dim: int | None, H: int) -> int:
+def fit_rotary_dim(rotary_dim: int | None, H: int, prefix: str = "") -> int:
     """How many columns of a head are rotated: all, where None."""
     if rotary_dim is None:
         if H % 2 != 0:
             raise ValueError(
-                f"rotary_dim must be given, and even, since heads have H = {H} columns"
+                f"{prefix}rotary_dim must be given, and even, since heads have H = {H} columns"
             )
         return H
     if rotary_dim > H:
-        raise ValueError(f"rotary_dim = {rotary_dim} is more than the H = {H} columns of a head")
+        raise ValueError(
+            f"{prefix}rotary_dim = {rotary_dim} is more than the H = {H} columns of a head"
+        )
     return rotary_dim
 
 
@@ -802,15 +852,25 @@ def check_visibility(
     key_value_seq_lengths: npt.ArrayLike | None,
     local_window_size: Window = None,
     alibi_slopes: npt.ArrayLike | None = None,
+    has_rope: bool = False,
     mask: Bool | None = None,
 ) -> Visibility:
     """Check who sees whom. The mask is checked already; slopes only count as given or not."""
     causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
+    needed_by = _what_needs_positions(causal, window, alibi_slopes, has_rope)
+    offset = check_query_offset(query_offset, B, T, S, needed_by=needed_by)
+    if (
+        has_rope
+        and offset is not None
+        and B
+        and (offset.min() < 0 or offset.max() + T > POSITION_LIMIT)
+    ):
+        raise ValueError(
+            f"query_offset must lie between 0 and 2**53 - T with rope, got {query_offset!r}"
+        )
     return Visibility(
         causal,
-        check_query_offset(
-            query_offset, B, T, S, needed_by=_what_needs_positions(causal, window, alibi_slopes)
-        ),
+        offset,
         check_lengths("query_seq_lengths", query_seq_lengths, B, T),
         check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
         window,
@@ -819,13 +879,18 @@ def check_visibility(
 
 
 def _what_needs_positions(
-    is_causal: bool, window: tuple[int, int] | None, alibi_slopes: npt.ArrayLike | None
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    alibi_slopes: npt.ArrayLike | None,
+    has_rope: bool = False,
 ) -> str | None:
     """The argument, if any, whose meaning depends on where the queries stand."""
     if is_causal:
         return "is_causal"
     if window is not None:
         return "local_window_size"
+    if has_rope:
+        return "rope"
     return None if alibi_slopes is None else "alibi_slopes"
 
 

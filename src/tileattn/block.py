@@ -12,7 +12,9 @@ from tileattn import _core
 from tileattn._arguments import (
     Array,
     NormParameters,
+    NormPosition,
     SetOnce,
+    Window,
     check_array,
     check_block_inputs,
     check_block_weights,
@@ -21,6 +23,7 @@ from tileattn._arguments import (
     check_vector,
 )
 from tileattn.config import resolve_threads
+from tileattn.rope import Rope
 
 
 class _Norm(NormParameters):
@@ -198,10 +201,19 @@ class AttentionBlock(SetOnce):
     b_q, b_k, b_v, b_o : arrays [N, H], [K, H], [K, Hv], [D], optional
     norm : LayerNorm, RMSNorm or None, optional
         By default a LayerNorm without weight and bias; None for no normalisation.
+    norm_position : "post", "pre" or None, optional
+        Behind the sum, as above, or before the projections: ``x + attention(norm(x)) W_O + b_o``,
+        where a context comes as it is. None leaves the norm out, too.
     residual : bool, optional
-        Add x before the norm.
+        Add x, before the norm if that comes last.
+    rope : Rope, optional
+        Rotates queries by their positions ``t + query_offset``, and keys by theirs, j.
+    q_norm, k_norm : LayerNorm or RMSNorm, optional
+        Over the H columns of each head of queries or keys, behind their bias and before `rope`.
     scale : float, optional
         Factor of the scores, by default ``1 / sqrt(H)``.
+    softcap, local_window_size, sinks
+        As in `dot_product_attention`.
     is_causal : bool, optional
         Row t sees only the positions ``j <= t + query_offset``.
 
@@ -210,7 +222,7 @@ class AttentionBlock(SetOnce):
     num_heads, num_kv_heads, head_dim, v_head_dim, model_dim, context_dim : int
         N, K, H, Hv, D, Dc.
     dtype : numpy.dtype
-    norm, residual, scale, is_causal
+    norm, norm_position, residual, scale, is_causal
         As given.
     nbytes : int
         Bytes of the packed weights.
@@ -219,6 +231,9 @@ class AttentionBlock(SetOnce):
     ------
     TypeError, ValueError
         For weights whose dtypes or shapes do not fit together.
+    NotImplementedError
+        For what only `tileattn.reference` has so far: the norm_position "pre", `rope`, `q_norm`,
+        `k_norm`, `softcap`, `local_window_size` and `sinks`.
 
     Notes
     -----
@@ -251,9 +266,16 @@ class AttentionBlock(SetOnce):
         b_v: npt.ArrayLike | None = None,
         b_o: npt.ArrayLike | None = None,
         norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
+        norm_position: NormPosition = "post",
         residual: bool = True,
+        rope: Rope | None = None,
+        q_norm: LayerNorm | RMSNorm | None = None,
+        k_norm: LayerNorm | RMSNorm | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         is_causal: bool = False,
+        local_window_size: Window = None,
+        sinks: npt.ArrayLike | None = None,
     ) -> None:
         w = check_block_weights(
             w_q,
@@ -265,17 +287,42 @@ class AttentionBlock(SetOnce):
             b_v=b_v,
             b_o=b_o,
             norm=norm,
+            norm_position=norm_position,
             residual=residual,
+            rope=rope,
+            q_norm=q_norm,
+            k_norm=k_norm,
             scale=scale,
+            softcap=softcap,
             is_causal=is_causal,
+            local_window_size=local_window_size,
+            sinks=sinks,
         )
         w_q, _, w_v, _ = w.matrices
         self.dtype = w_q.dtype
         self.model_dim, self.num_heads, self.head_dim = w_q.shape
         self.context_dim, self.num_kv_heads, self.v_head_dim = w_v.shape
-        self.norm = norm
-        self.residual, self.scale, self.is_causal = w.residual, w.scale, w.is_causal
-        self._core = _core.Block(*w)
+        self.norm, self.norm_position = norm, norm_position
+        self.residual, self.scale, self.is_causal = w.residual, w.scores.scale, w.is_causal
+        _refuse_what_the_kernels_lack(
+            norm_position=w.norm is not None and w.is_pre_norm,
+            rope=rope is not None,
+            q_norm=q_norm is not None,
+            k_norm=k_norm is not None,
+            softcap=w.scores.softcap != 0,
+            local_window_size=w.window is not None,
+            sinks=w.scores.sinks is not None,
+        )
+        self._core = _core.Block(
+            w.matrices,
+            w.biases,
+            None
+            if w.norm is None
+            else (w.norm.weight, w.norm.bias, w.norm.eps, w.norm.subtract_mean),
+            w.residual,
+            w.scores.scale,
+            w.is_causal,
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -300,9 +347,16 @@ class AttentionBlock(SetOnce):
         num_heads: int,
         num_kv_heads: int | None = None,
         norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
+        norm_position: NormPosition = "post",
         residual: bool = True,
+        rope: Rope | None = None,
+        q_norm: LayerNorm | RMSNorm | None = None,
+        k_norm: LayerNorm | RMSNorm | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         is_causal: bool = False,
+        local_window_size: Window = None,
+        sinks: npt.ArrayLike | None = None,
     ) -> AttentionBlock:
         """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` holds them.
 
@@ -321,7 +375,8 @@ class AttentionBlock(SetOnce):
             N.
         num_kv_heads : int, optional
             K, by default N.
-        norm, residual, scale, is_causal
+        norm, norm_position, residual, rope, q_norm, k_norm
+        scale, softcap, is_causal, local_window_size, sinks
             As in the constructor.
 
         Returns
@@ -356,7 +411,20 @@ class AttentionBlock(SetOnce):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
         )
-        return cls(**arguments, norm=norm, residual=residual, scale=scale, is_causal=is_causal)
+        return cls(
+            **arguments,
+            norm=norm,
+            norm_position=norm_position,
+            residual=residual,
+            rope=rope,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            scale=scale,
+            softcap=softcap,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            sinks=sinks,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -375,6 +443,8 @@ class AttentionBlock(SetOnce):
         x: npt.ArrayLike,
         *,
         context: npt.ArrayLike | None = None,
+        bias: npt.ArrayLike | None = None,
+        mask: npt.ArrayLike | None = None,
         query_offset: npt.ArrayLike | None = None,
         query_seq_lengths: npt.ArrayLike | None = None,
         key_value_seq_lengths: npt.ArrayLike | None = None,
@@ -388,6 +458,9 @@ class AttentionBlock(SetOnce):
         x : array [B, T, D] or [T, D], of the block's dtype
         context : array [B, S, Dc] or [S, Dc], optional
             Keys and values come from here (cross attention); by default from x.
+        bias : floating array, broadcasts to [B, N, T, S], optional
+        mask : boolean array, broadcasts to [B, N, T, S], optional
+            As in `dot_product_attention`.
         query_offset : int or int array [B], optional
             As in `dot_product_attention`.
         query_seq_lengths, key_value_seq_lengths : int arrays [B], optional
@@ -406,9 +479,19 @@ class AttentionBlock(SetOnce):
         ------
         TypeError, ValueError
             For dtypes or shapes that do not fit. Nothing has been written then.
+        NotImplementedError
+            For what only `tileattn.reference` has so far: `bias` and `mask`.
         """
         return self._run(
-            x, context, query_offset, query_seq_lengths, key_value_seq_lengths, out, num_threads
+            x,
+            context,
+            bias,
+            mask,
+            query_offset,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            out,
+            num_threads,
         )[0]
 
     def profile(self, x: npt.ArrayLike, **options: Any) -> tuple[Array, list[tuple[str, float]]]:
@@ -429,6 +512,8 @@ class AttentionBlock(SetOnce):
         """
         names = (
             "context",
+            "bias",
+            "mask",
             "query_offset",
             "query_seq_lengths",
             "key_value_seq_lengths",
@@ -440,7 +525,7 @@ class AttentionBlock(SetOnce):
                 raise TypeError(f"profile got an unexpected keyword argument {name!r}")
         output, seconds = self._run(x, *(options.get(name) for name in names))
         last = "project output"
-        if self.norm is not None:
+        if self.norm is not None and self.norm_position is not None:
             last += f" + {type(self.norm).__name__}"
         return output, list(zip(("project q, k, v", "attention", last), seconds, strict=True))
 
@@ -448,18 +533,23 @@ class AttentionBlock(SetOnce):
         self,
         x: npt.ArrayLike,
         context: npt.ArrayLike | None,
+        bias: npt.ArrayLike | None,
+        mask: npt.ArrayLike | None,
         query_offset: npt.ArrayLike | None,
         query_seq_lengths: npt.ArrayLike | None,
         key_value_seq_lengths: npt.ArrayLike | None,
         out: Array | None,
         num_threads: int | None,
     ) -> tuple[Array, tuple[float, float, float]]:
-        x, context, visibility, has_batch = check_block_inputs(
+        x, context, bias, visibility, has_batch = check_block_inputs(
             x,
             context,
             self.model_dim,
             self.context_dim,
+            self.num_heads,
             self.dtype,
+            bias=bias,
+            mask=mask,
             is_causal=self.is_causal,
             query_offset=query_offset,
             query_seq_lengths=query_seq_lengths,
@@ -467,6 +557,7 @@ class AttentionBlock(SetOnce):
             out=out,
         )
         threads = resolve_threads(num_threads)
+        _refuse_what_the_kernels_lack(bias=bias is not None, mask=visibility.mask is not None)
         # The norm reads x by whole vectors; projections take any strides.
         if self.residual and not _has_whole_rows(x):
             x = np.ascontiguousarray(x)
@@ -487,6 +578,16 @@ class AttentionBlock(SetOnce):
             out[...] = result
             result = out
         return result, seconds
+
+
+# TODO: goes away with the kernels that have these.
+def _refuse_what_the_kernels_lack(**lacking: bool) -> None:
+    given = [name for name, is_given in lacking.items() if is_given]
+    if given:
+        raise NotImplementedError(
+            f"no kernel of a block has {', '.join(given)} yet; tileattn.reference.attention_block "
+            f"does"
+        )
 
 
 def _from_linear_arguments(
@@ -576,10 +677,19 @@ def attention_block(
     b_v: npt.ArrayLike | None = None,
     b_o: npt.ArrayLike | None = None,
     norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
+    norm_position: NormPosition = "post",
     residual: bool = True,
+    rope: Rope | None = None,
+    q_norm: LayerNorm | RMSNorm | None = None,
+    k_norm: LayerNorm | RMSNorm | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     is_causal: bool = False,
+    local_window_size: Window = None,
+    sinks: npt.ArrayLike | None = None,
     context: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
     query_offset: npt.ArrayLike | None = None,
     query_seq_lengths: npt.ArrayLike | None = None,
     key_value_seq_lengths: npt.ArrayLike | None = None,
@@ -593,9 +703,11 @@ def attention_block(
     Parameters
     ----------
     x : array [B, T, D] or [T, D], float32 or float64
-    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, norm, residual, scale, is_causal
+    w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o
+    norm, norm_position, residual, rope, q_norm, k_norm
+    scale, softcap, is_causal, local_window_size, sinks
         As in the constructor of `AttentionBlock`.
-    context, query_offset, query_seq_lengths, key_value_seq_lengths, out, num_threads
+    context, bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths, out, num_threads
         As in a call of it.
 
     Returns
@@ -606,6 +718,8 @@ def attention_block(
     ------
     TypeError, ValueError
         For dtypes or shapes that do not fit. Nothing has been written then.
+    NotImplementedError
+        As in the constructor of `AttentionBlock` and in a call of it.
 
     Examples
     --------
@@ -627,13 +741,22 @@ def attention_block(
         b_v=b_v,
         b_o=b_o,
         norm=norm,
+        norm_position=norm_position,
         residual=residual,
+        rope=rope,
+        q_norm=q_norm,
+        k_norm=k_norm,
         scale=scale,
+        softcap=softcap,
         is_causal=is_causal,
+        local_window_size=local_window_size,
+        sinks=sinks,
     )
     return block(
         x,
         context=context,
+        bias=bias,
+        mask=mask,
         query_offset=query_offset,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,

@@ -27,6 +27,7 @@ from tileattn._arguments import (
     Bool,
     Integers,
     NormParameters,
+    NormPosition,
     Scores,
     Visibility,
     Window,
@@ -41,6 +42,7 @@ from tileattn._arguments import (
     check_states,
     check_varlen,
     check_window,
+    fit_rotary_dim,
 )
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
 from tileattn.config import resolve_threads
@@ -528,10 +530,19 @@ def attention_block(
     b_v: npt.ArrayLike | None = None,
     b_o: npt.ArrayLike | None = None,
     norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
+    norm_position: NormPosition = "post",
     residual: bool = True,
+    rope: Rope | None = None,
+    q_norm: LayerNorm | RMSNorm | None = None,
+    k_norm: LayerNorm | RMSNorm | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     is_causal: bool = False,
+    local_window_size: Window = None,
+    sinks: npt.ArrayLike | None = None,
     context: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
     query_offset: npt.ArrayLike | None = None,
     query_seq_lengths: npt.ArrayLike | None = None,
     key_value_seq_lengths: npt.ArrayLike | None = None,
@@ -552,13 +563,22 @@ def attention_block(
         Biases, added to the projections.
     norm : LayerNorm, RMSNorm or None
         None leaves the normalisation out.
+    norm_position : "post", "pre" or None
+        "pre" is x + attention(norm(x) W_Q, c W_K, c W_V) W_O, where c is norm(x), or `context` as
+        it is. None leaves the normalisation out.
     residual : bool
         Whether x is added to the attention's output.
+    rope : Rope, optional
+        Rotates queries by their positions t + query_offset, and keys by theirs, j.
+    q_norm, k_norm : LayerNorm or RMSNorm, optional
+        Of each head's H columns of queries or keys, after the bias and before `rope`.
     context : [B,S,Dc], optional
         What keys and values are made from, in cross attention.
-    scale, is_causal, query_offset, query_seq_lengths, key_value_seq_lengths
+    scale, softcap, is_causal, local_window_size, sinks
+    bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths
         As in :func:`dot_product_attention`. Queries beyond their length have an attention of zero,
-        so their output is LayerNorm(x + b_o).
+        so their output is LayerNorm(x + b_o). `rope` needs `query_offset` where T != S, too, and
+        allows none that is negative.
     out : array [B,T,D] of x's dtype, optional
         Filled, once everything is computed, and returned.
     num_threads : int, optional
@@ -590,19 +610,31 @@ def attention_block(
         b_v=b_v,
         b_o=b_o,
         norm=norm,
+        norm_position=norm_position,
         residual=residual,
+        rope=rope,
+        q_norm=q_norm,
+        k_norm=k_norm,
         scale=scale,
+        softcap=softcap,
         is_causal=is_causal,
+        local_window_size=local_window_size,
+        sinks=sinks,
     )
     w_q, w_k, w_v, w_o = (_float64(matrix) for matrix in w.matrices)
     b_q, b_k, b_v, b_o = (_float64(bias) for bias in w.biases)
-    x_BTD, c_BSD, visibility, has_batch = check_block_inputs(
+    x_BTD, c_BSD, bias, visibility, has_batch = check_block_inputs(
         x,
         context,
         len(w_q),
         len(w_v),
+        w_q.shape[1],
         w.matrices[0].dtype,
+        bias=bias,
+        mask=mask,
         is_causal=w.is_causal,
+        local_window_size=local_window_size,
+        has_rope=rope is not None,
         query_offset=query_offset,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
@@ -610,20 +642,25 @@ def attention_block(
     )
     resolve_threads(num_threads)
 
+    pre_norm, post_norm = (w.norm, None) if w.is_pre_norm else (None, w.norm)
+    scores = w.scores._replace(bias=bias)
     y_BTD = np.empty(x_BTD.shape, x_BTD.dtype)
-    c_BSD = x_BTD if c_BSD is None else c_BSD
     for b in range(len(x_BTD)):
-        x_TD, c_SD = _float64(x_BTD[b]), _float64(c_BSD[b])
-        q_TNH = np.tensordot(x_TD, w_q, axes=1) + b_q
-        k_SKH = np.tensordot(c_SD, w_k, axes=1) + b_k
+        x_TD = _float64(x_BTD[b])
+        in_TD = _normalise(x_TD, pre_norm)
+        c_SD = in_TD if c_BSD is None else _float64(c_BSD[b])
+        q_TNH = _normalise(np.tensordot(in_TD, w_q, axes=1) + b_q, q_norm)
+        k_SKH = _normalise(np.tensordot(c_SD, w_k, axes=1) + b_k, k_norm)
         v_SKH = np.tensordot(c_SD, w_v, axes=1) + b_v
-        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, Scores(w.scale), visibility, b)
+        if rope is not None:
+            offset = 0 if visibility.query_offset is None else visibility.query_offset[b]
+            q_TNH = _rotate(q_TNH, offset + np.arange(len(q_TNH)), rope)
+            k_SKH = _rotate(k_SKH, np.arange(len(k_SKH)), rope)
+        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, scores, visibility, b)
         y_TD = np.tensordot(y_TNH, w_o, axes=2) + b_o
         if w.residual:
             y_TD = x_TD + y_TD
-        if norm is not None:
-            y_TD = _normalise(y_TD, norm)
-        y_BTD[b] = y_TD
+        y_BTD[b] = _normalise(y_TD, post_norm)
     return _deliver(y_BTD if has_batch else y_BTD[0], out)
 
 
@@ -772,20 +809,10 @@ def apply_rope(
     array([[[0.5403, 0.8415]]])
     """
     rope = Rope(theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
-    x, positions, R = check_rope_inputs(x, positions, rotary_dim, out)
+    x, positions, _ = check_rope_inputs(x, positions, rotary_dim, out)
     resolve_threads(num_threads)
-    angle = positions[..., None, None] * rope.frequencies(x.shape[-1])  # [B or 1, T, 1, R / 2]
-    angle = angle if x.ndim == 4 else angle[0]
-    factor = 1.0 if scaling is None else scaling.attention_factor
-    cos, sin = factor * np.cos(angle), factor * np.sin(angle)
-    first, second = (
-        (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
-    )
-    a, b = _float64(x[..., first]), _float64(x[..., second])
-    y = x.copy()
-    y[..., first] = a * cos - b * sin
-    y[..., second] = b * cos + a * sin
-    return _deliver(y, out)
+    y = _rotate(_float64(x), positions if x.ndim == 4 else positions[0], rope)
+    return _deliver(y.astype(x.dtype), out)
 
 
 def _attend(
@@ -892,8 +919,32 @@ def _softmax_times_values(
     return y_GTH, max_GT + np.log(sum_GT)
 
 
-def _normalise(x: Float64, norm: NormParameters) -> Float64:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis; RMSNorm: mean is 0."""
+def _rotate(x: Float64, positions: Integers, rope: Rope) -> Float64:
+    """Heads x[...,T,N,H] turned by the angles of their positions[...,T]."""
+    H = x.shape[-1]
+    R = fit_rotary_dim(rope.rotary_dim, H)
+    angle = positions[..., None, None] * rope.frequencies(H)  # [..., T, 1, R / 2]
+    factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
+    cos, sin = factor * np.cos(angle), factor * np.sin(angle)
+    first, second = (
+        (slice(0, R, 2), slice(1, R, 2))
+        if rope.interleaved
+        else (slice(0, R // 2), slice(R // 2, R))
+    )
+    a, b = x[..., first], x[..., second]
+    y = x.copy()
+    y[..., first] = a * cos - b * sin
+    y[..., second] = b * cos + a * sin
+    return y
+
+
+def _normalise(x: Float64, norm: NormParameters | None) -> Float64:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis; RMSNorm: mean is 0.
+
+    Without a norm, x.
+    """
+    if norm is None:
+        return x
     D = x.shape[-1]
     centred = x - x.sum(axis=-1, keepdims=True) / D if norm.subtract_mean else x
     variance = (centred * centred).sum(axis=-1, keepdims=True) / D

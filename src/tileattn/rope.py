@@ -15,7 +15,7 @@ from tileattn import _core
 from tileattn._arguments import (
     Array,
     Integers,
-    SetOnce,
+    RopeParameters,
     check_at_least,
     check_flag,
     check_int,
@@ -236,7 +236,7 @@ class _Llama3(RopeScaling):
         return _interpolate(kept, self.factor, ramp)
 
 
-class Rope(SetOnce):
+class Rope(RopeParameters):
     """Rotary position embedding: pairs of columns are turned by angles that grow with position.
 
     Done to queries and keys, it makes the scores ``q . k`` depend on the differences of their
