@@ -43,6 +43,23 @@ typedef struct ta_gemm_tile {
     ptrdiff_t next_bytes;
 } ta_gemm_tile;
 
+/* What changes the scores of a call's rows. See kernel/options.inc.h. */
+typedef struct ta_score_options {
+    double softcap; /* times log2(e); 0 for none */
+    int bias_storage;
+    ptrdiff_t bias_stride; /* from key to key */
+    ptrdiff_t mask_stride;
+    const void *key_bias; /* [key], times log2(e), of all rows alike; -inf hides; NULL for none */
+} ta_score_options;
+
+/* What changes those of one row. */
+typedef struct ta_score_row {
+    const void *bias; /* for position 0; NULL for none */
+    const void *mask; /* for position 0: bytes, 0 where the key is hidden; NULL for none */
+    double slope;     /* times log2(e) */
+    ptrdiff_t position;
+} ta_score_row;
+
 /* One tile of stacked query rows against one block of keys. See kernel/attention.inc.h. */
 typedef struct ta_attention_tile {
     int rows;            /* 1 .. attention_mr */
@@ -61,7 +78,9 @@ typedef struct ta_attention_tile {
     ptrdiff_t all_end;
     const ptrdiff_t *first; /* row i sees the positions [first[i], last[i]) */
     const ptrdiff_t *last;
-    void *weights; /* [rows][weight_stride], whole panels; written before it is read */
+    const ta_score_options *options; /* NULL for none */
+    const ta_score_row *score_rows;  /* [rows]; NULL if no row has options of its own */
+    void *weights;                   /* [rows][weight_stride], whole panels; written before it is read */
     ptrdiff_t weight_stride;
     void *row_max; /* [rows]; -inf until the row has seen a key */
     void *row_sum; /* [rows][vl]; the sum is that of the lanes */
@@ -120,11 +139,23 @@ typedef struct ta_kernels {
                                     const void *out, const void *row_max, const void *row_sum);
 
     void (*gemm_tile)(const ta_gemm_tile *tile);
-    /* A row that has seen no key: out and row_sum zero, row_max -inf. */
-    void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum);
+    /* A row that has seen no key: out and row_sum zero, row_max -inf; or a sink, in log2 units, alone. */
+    void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum, double sink);
     void (*weigh_tile)(const ta_attention_tile *tile);
     void (*weigh_few)(const ta_attention_tile *tile);
     void (*value_tile)(const ta_attention_tile *tile);
+    /* key_bias of the keys [*key_begin, *key_end) of a block, in whole panels, from the bias and the mask
+     * of a row that stands for all. Narrows the range to the keys that are not hidden at its ends; returns
+     * whether anything else is there. */
+    int (*load_key_options)(void *key_bias, const ta_score_options *options, const ta_score_row *row,
+                            ptrdiff_t key_start, ptrdiff_t *key_begin, ptrdiff_t *key_end);
+    /* Narrows [key_begin, key_end) of a tile that has score_rows, to nothing if they hide all keys. */
+    void (*trim_tile)(ta_attention_tile *tile);
+    /* dst[rows][columns] = src where that is finite, else 0; columns is a multiple of vl. */
+    void (*copy_finite)(void *dst, const void *src, ptrdiff_t rows, ptrdiff_t columns,
+                        ptrdiff_t row_stride);
+    /* What copy_finite has left out of the tile's values `v`, to the rows that see it, times its weight. */
+    void (*add_strays)(const ta_attention_tile *tile, const void *v, ptrdiff_t v_stride);
     /* Adds what a row has found in other keys. */
     void (*merge_row)(void *out, void *row_max, void *row_sum, const void *other_out, const void *other_max,
                       const void *other_sum, ptrdiff_t columns);

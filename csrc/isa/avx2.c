@@ -7,6 +7,7 @@
 
 /* System headers stand before the region, so that their inline functions stay baseline code. */
 #include <immintrin.h>
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

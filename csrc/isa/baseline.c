@@ -6,6 +6,7 @@
 #elif defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

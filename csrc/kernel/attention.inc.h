@@ -1,6 +1,6 @@
 /* Attention with an online softmax: one tile of query rows against one block of keys.
  *
- *   start_row      nothing seen yet
+ *   start_row      nothing seen yet, but for a sink
  *   weigh_tile     weights[i][j] = 2^(q_i . k_j - row_max_i), 0 where unseen; row_sum += weights;
  *   weigh_few      raises row_max where it must; the second for keys as they lie in memory
  *   value_tile     out[i] += weights[i] . v
@@ -23,14 +23,15 @@
 /* In units of log2. Few rows of real data rise so far above their first panel's maximum; weights, and the
  * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
 #define TA_RAISE 8
-#define TA_KEYS (TA_ATTENTION_NV * TA_VL)
 
-/* Sets a panel's scores outside [first, last) to -inf. */
+/* Sets a panel's scores outside [first, last), or of keys that the tile leaves out, to -inf. */
 #define hide_unseen TA_NAME(hide_unseen)
 TA_NOINLINE void hide_unseen(const ta_attention_tile *t, ptrdiff_t panel)
 {
     for (int i = 0; i < t->rows; i++) {
         ptrdiff_t first = t->first[i] - t->key_start, last = t->last[i] - t->key_start;
+        first = first < t->key_begin ? t->key_begin : first;
+        last = last < t->key_end ? last : t->key_end;
         real *scores = (real *)t->weights + i * t->weight_stride;
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
             if (first <= j && j + TA_VL <= last)
@@ -80,18 +81,82 @@ TA_NOINLINE void raise_rows(const ta_attention_tile *t, ptrdiff_t panel)
 #define starts TA_NAME(starts)
 typedef struct starts {
     real of_row[TA_ACC_ROWS];
-    int unset; /* some row has seen no key */
+    int unset;  /* some row has seen no key */
+    int hidden; /* start_panel has hidden keys of some row */
 } starts;
 
 #define start_scores TA_NAME(start_scores)
 TA_INLINE void start_scores(const int rows, const ta_attention_tile *t, starts *from)
 {
-    from->unset = 0;
+    from->unset = from->hidden = 0;
     for (int i = 0; i < rows; i++) {
         real row_max = ((const real *)t->row_max)[i];
         int unset = row_max == -INFINITY;
         from->of_row[i] = unset ? 0 : -row_max;
         from->unset |= unset;
+    }
+}
+
+/* What the products with a panel's keys are added to. */
+#define start_products TA_NAME(start_products)
+TA_INLINE void start_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
+                              const ta_attention_tile *t, ptrdiff_t panel, starts *from)
+{
+    if (t->score_rows != NULL)
+        from->hidden = start_panel(t, panel);
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++) {
+            if (t->score_rows == NULL)
+                acc[i][j] = vec_all(from->of_row[i]) +
+                            vec_load((const real *)t->options->key_bias + panel + j * TA_VL);
+            else if (t->options->softcap != 0)
+                acc[i][j] = vec_all(0);
+            else
+                acc[i][j] = vec_load((const real *)t->weights + panel + i * t->weight_stride + j * TA_VL);
+        }
+    }
+}
+
+#define end_products TA_NAME(end_products)
+TA_INLINE void end_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
+                            const ta_attention_tile *t, ptrdiff_t panel, const starts *from)
+{
+    const real *weights = (const real *)t->weights + panel;
+    if (t->options->softcap != 0) {
+        real products[TA_ACC_ROWS][TA_KEYS];
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
+                vec_store(products[i] + j * TA_VL, acc[i][j]);
+        }
+        cap_panel(t, panel, products);
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
+                acc[i][j] = vec_load(weights + i * t->weight_stride + j * TA_VL);
+        }
+    } else if (t->score_rows == NULL) {
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++) {
+            vec start = vec_load((const real *)t->options->key_bias + panel + j * TA_VL);
+            veci hidden = (veci)(start == vec_all(-INFINITY));
+            TA_UNROLL
+            for (int i = 0; i < rows; i++)
+                acc[i][j] = vec_select(hidden, start, acc[i][j]);
+        }
+    } else if (from->hidden) {
+        TA_UNROLL
+        for (int i = 0; i < rows; i++) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++) {
+                vec start = vec_load(weights + i * t->weight_stride + j * TA_VL);
+                acc[i][j] = vec_select((veci)(start == vec_all(-INFINITY)), start, acc[i][j]);
+            }
+        }
     }
 }
 
@@ -101,6 +166,8 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
                            ptrdiff_t panel, starts *from)
 {
     real *weights = (real *)t->weights + panel;
+    if (t->options != NULL)
+        end_products(rows, acc, t, panel, from);
     int hide = panel < t->all_begin || t->all_end < panel + TA_KEYS;
     vec highest = vec_all(-INFINITY); /* a NaN does not enter it, and hides no other row's score */
     TA_UNROLL
@@ -147,11 +214,15 @@ TA_INLINE void weigh_body(const int rows, const ta_attention_tile *t)
     start_scores(rows, t, &from);
     for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
+        if (t->options != NULL) {
+            start_products(rows, acc, t, panel, &from);
+        } else {
             TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_all(from.of_row[i]);
+            for (int i = 0; i < rows; i++) {
+                TA_UNROLL
+                for (int j = 0; j < TA_ATTENTION_NV; j++)
+                    acc[i][j] = vec_all(from.of_row[i]);
+            }
         }
         outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1,
                        (const real *)t->k + panel * t->head_dim, TA_KEYS);
@@ -236,11 +307,21 @@ TA_INLINE void few_body(const int rows, const ta_attention_tile *t)
                 memcpy(dots[i] + key, lanes + i * keys, keys * sizeof(real));
         }
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
+        if (t->options != NULL) {
+            start_products(rows, acc, t, panel, &from);
+        } else {
+            TA_UNROLL
+            for (int i = 0; i < rows; i++) {
+                TA_UNROLL
+                for (int j = 0; j < TA_ATTENTION_NV; j++)
+                    acc[i][j] = vec_all(from.of_row[i]);
+            }
+        }
         TA_UNROLL
         for (int i = 0; i < rows; i++) {
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_load(dots[i] + j * TA_VL) + vec_all(from.of_row[i]);
+                acc[i][j] += vec_load(dots[i] + j * TA_VL);
         }
         weigh_panel(rows, acc, t, panel, &from);
     }
@@ -287,6 +368,7 @@ static void TA_NAME(weigh_few)(const ta_attention_tile *tile)
         t.q = (const real *)t.q + t.rows * t.q_stride;
         t.first += t.rows;
         t.last += t.rows;
+        t.score_rows += t.score_rows != NULL ? t.rows : 0;
         t.weights = (real *)t.weights + t.rows * t.weight_stride;
         t.row_max = (real *)t.row_max + t.rows;
         t.row_sum = (real *)t.row_sum + t.rows * TA_VL;
@@ -358,13 +440,15 @@ static void TA_NAME(value_tile)(const ta_attention_tile *t)
 #undef TA_INSTANCE
 #undef TA_ENTRY
 
-static void TA_NAME(start_row)(void *out_, ptrdiff_t columns, void *row_max, void *row_sum)
+static void TA_NAME(start_row)(void *out_, ptrdiff_t columns, void *row_max, void *row_sum, double sink)
 {
     real *out = out_;
     for (ptrdiff_t j = 0; j < columns; j += TA_VL)
         vec_store(out + j, vec_all(0));
     vec_store(row_sum, vec_all(0));
-    *(real *)row_max = -INFINITY;
+    *(real *)row_max = (real)sink;
+    if ((real)sink != -INFINITY)
+        *(real *)row_sum = 1;
 }
 
 /* Adds what other keys gave a row to what some keys gave it. A part that weighs nothing has zeros, or NaN
@@ -406,6 +490,8 @@ TA_INLINE void finish_row_body(const int storage, char *dst, ptrdiff_t column_st
         store_one(storage, dst + j * step, out[j] * inverse);
     if (lse != NULL)
         *lse = (real)((*row_max + log2((double)sum)) * 0.693147180559945309417);
+    if (lse != NULL && TA_LOWEST <= *row_max && *row_max <= TA_LOWEST * (real)0.999999)
+        *lse = TA_LOWEST; /* add_bias has raised it to there */
 }
 
 #define TA_INSTANCE(STORAGE, NAME)                                                              \

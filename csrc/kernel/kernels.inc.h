@@ -37,6 +37,8 @@
 #include "kernel/outer.inc.h"
 #include "kernel/gemm.inc.h"
 #include "kernel/exp2.inc.h"
+#include "kernel/tanh.inc.h"
+#include "kernel/options.inc.h"
 #include "kernel/attention.inc.h"
 #include "kernel/norm.inc.h"
 #include "kernel/rope.inc.h"
@@ -66,6 +68,10 @@ const ta_kernels TA_NAME(kernels) = {
     .weigh_tile = TA_NAME(weigh_tile),
     .weigh_few = TA_NAME(weigh_few),
     .value_tile = TA_NAME(value_tile),
+    .load_key_options = TA_NAME(load_key_options),
+    .trim_tile = TA_NAME(trim_tile),
+    .copy_finite = TA_NAME(copy_finite),
+    .add_strays = TA_NAME(add_strays),
     .merge_row = TA_NAME(merge_row),
     .all_finite = TA_NAME(all_finite),
     .add_norm_row = TA_NAME(add_norm_row),

@@ -36,6 +36,19 @@ static inline int vec_any_greater(vec a, vec b)
 #endif
 }
 
+/* Which of TA_VL bytes are not zero. */
+#define vec_any_bit TA_NAME(vec_any_bit)
+static inline veci vec_any_bit(const unsigned char *from)
+{
+#if TA_BITS == 32
+    return (veci)((veci)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from)) != 0);
+#else
+    int bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return (veci)((veci)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes)) != 0);
+#endif
+}
+
 #define real_from_f16 TA_NAME(real_from_f16)
 static inline real real_from_f16(uint16_t half)
 {

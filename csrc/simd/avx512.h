@@ -54,6 +54,17 @@ static inline veci vec_lookup(const integer *table, veci index)
 #endif
 }
 
+/* Which of TA_VL bytes are not zero. */
+#define vec_any_bit TA_NAME(vec_any_bit)
+static inline veci vec_any_bit(const unsigned char *from)
+{
+#if TA_BITS == 32
+    return (veci)((veci)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)) != 0);
+#else
+    return (veci)((veci)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)from)) != 0);
+#endif
+}
+
 #define real_from_f16 TA_NAME(real_from_f16)
 static inline real real_from_f16(uint16_t half)
 {

@@ -41,6 +41,16 @@ static inline int vec_any_greater(vec a, vec b)
     return any != 0;
 }
 
+/* Which of TA_VL bytes are not zero. */
+#define vec_any_bit TA_NAME(vec_any_bit)
+static inline veci vec_any_bit(const unsigned char *from)
+{
+    veci v;
+    for (int i = 0; i < TA_VL; i++)
+        v[i] = from[i];
+    return (veci)(v != 0);
+}
+
 /* as many lanes as `vec` has, of other widths */
 #define halves TA_NAME(halves)
 #define words TA_NAME(words)

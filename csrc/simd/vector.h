@@ -110,6 +110,13 @@ static inline real vec_lanes_max(vec v)
     return v[0];
 }
 
+/* |v|, lane by lane */
+#define vec_size TA_NAME(vec_size)
+static inline vec vec_size(vec v)
+{
+    return (vec)((veci)v & ~(veci)vec_all((real)-0.0));
+}
+
 /* Lane numbers 0, 1, 2, ... */
 #define vec_iota TA_NAME(vec_iota)
 static inline veci vec_iota(void)
@@ -118,6 +125,13 @@ static inline veci vec_iota(void)
     veci v;
     memcpy(&v, lanes, sizeof v);
     return v;
+}
+
+#define vec_iota_real TA_NAME(vec_iota_real)
+static inline vec vec_iota_real(void)
+{
+    static const real lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return vec_load(lanes);
 }
 
 /* bfloat16 is the upper half of a float. */

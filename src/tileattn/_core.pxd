@@ -25,6 +25,19 @@ cdef extern from "tileattn.h" nogil:
         const void *next
         Py_ssize_t next_bytes
 
+    ctypedef struct ta_score_options:
+        double softcap
+        int bias_storage
+        Py_ssize_t bias_stride
+        Py_ssize_t mask_stride
+        const void *key_bias
+
+    ctypedef struct ta_score_row:
+        const void *bias
+        const void *mask
+        double slope
+        Py_ssize_t position
+
     ctypedef struct ta_attention_tile:
         int rows
         Py_ssize_t head_dim
@@ -42,6 +55,8 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t all_end
         const Py_ssize_t *first
         const Py_ssize_t *last
+        const ta_score_options *options
+        const ta_score_row *score_rows
         void *weights
         Py_ssize_t weight_stride
         void *row_max
@@ -87,10 +102,19 @@ cdef extern from "tileattn.h" nogil:
                                         void *lse, const void *out, const void *row_max,
                                         const void *row_sum) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
-        void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum) noexcept nogil
+        void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum,
+                          double sink) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil
         void (*weigh_few)(const ta_attention_tile *tile) noexcept nogil
         void (*value_tile)(const ta_attention_tile *tile) noexcept nogil
+        int (*load_key_options)(void *key_bias, const ta_score_options *options, const ta_score_row *row,
+                                Py_ssize_t key_start, Py_ssize_t *key_begin,
+                                Py_ssize_t *key_end) noexcept nogil
+        void (*trim_tile)(ta_attention_tile *tile) noexcept nogil
+        void (*copy_finite)(void *dst, const void *src, Py_ssize_t rows, Py_ssize_t columns,
+                            Py_ssize_t row_stride) noexcept nogil
+        void (*add_strays)(const ta_attention_tile *tile, const void *v,
+                           Py_ssize_t v_stride) noexcept nogil
         void (*merge_row)(void *out, void *row_max, void *row_sum, const void *other_out,
                           const void *other_max, const void *other_sum,
                           Py_ssize_t columns) noexcept nogil

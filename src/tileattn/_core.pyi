@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tileattn._arguments import Scores, Visibility
+
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
 
@@ -29,11 +31,8 @@ def attention(
     v: _Array,
     out: _Array,
     lse: _Array | None,
-    scale: float,
-    causal: bool,
-    query_offset: _Integers | None,
-    query_lengths: _Integers | None,
-    key_lengths: _Integers | None,
+    scores: Scores,
+    visibility: Visibility,
     threads: int,
 ) -> None: ...
 

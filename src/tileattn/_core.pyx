@@ -30,8 +30,10 @@ cdef extern from "omp.h" nogil:
 cdef extern from *:
     """
     static const double LOG2_E = 1.4426950408889634074;
+    static const double MINUS_INFINITY = -1.0 / 0.0;
     """
     const double LOG2_E
+    const double MINUS_INFINITY
     const Py_ssize_t PY_SSIZE_T_MAX
 
 cdef enum:
@@ -357,14 +359,26 @@ cdef struct Attention:
     Array lse              # [B, T, N]; data is NULL if not wanted
     double scale
     bint causal
+    Py_ssize_t left        # neighbours of its position that a query sees, -1 for all
+    Py_ssize_t right
     const int64_t *query_offset    # [B], or NULL for zeros
     const int64_t *query_lengths   # [B], or NULL for T
     const int64_t *key_lengths     # [B], or NULL for S
+    Array mask             # [B, N, T, S] of bytes; data is NULL for none
+    Array bias             # [B, N, T, S]; data is NULL for none
+    Py_ssize_t bias_itemsize
+    int bias_storage
+    double softcap         # 0 for none
+    const char *slopes     # [B, N], or NULL
+    const char *sinks      # [N], or NULL
     Py_ssize_t group       # G
     # The plan: an item is some K/V heads, a tile of their rows, and all chunks of the keys or one.
     bint few               # rows: keys and values are read as they lie, for all heads of an item at once
     bint k_in_place
     bint v_in_place
+    bint mask_of_keys      # is the same for all rows of a sequence
+    bint bias_of_keys
+    bint score_rows        # rows have options of their own
     Py_ssize_t head_parts
     Py_ssize_t tiles       # of the G * T stacked rows of one K/V head
     Py_ssize_t chunks      # of the keys
@@ -392,11 +406,14 @@ cdef struct AttentionScratch:
     char *q                # rows times scale, of all heads of the item
     char *k                # a block of keys: packed panels, or rows padded to whole vectors
     char *v                # a block of values, their rows padded to whole vectors
+    char *finite_v         # the same, zeros instead of what is not finite
+    char *key_bias         # of a block of keys
     char *weights          # of one register tile
     State first_chunk
     State other_chunk
     Py_ssize_t *first      # row i sees the keys [first[i], last[i])
     Py_ssize_t *last
+    ta_score_row *score_rows   # of all heads of the item
     Seen *seen             # of each register tile
 
 
@@ -422,6 +439,10 @@ cdef void plan_attention(Attention *a, int threads) noexcept nogil:
     a.few = rows <= FEW_ROWS
     a.k_in_place = a.few and a.q.shape[3] % a.kernels.vl == 0 and a.k.stride[3] == 1
     a.v_in_place = a.few and a.v.shape[3] % a.kernels.vl == 0 and a.v.stride[3] == 1
+    a.mask_of_keys = a.mask.data != NULL and a.mask.stride[1] == 0 and a.mask.stride[2] == 0
+    a.bias_of_keys = a.bias.data != NULL and a.bias.stride[1] == 0 and a.bias.stride[2] == 0
+    a.score_rows = (a.softcap != 0 or a.slopes != NULL or (a.mask.data != NULL and not a.mask_of_keys)
+                    or (a.bias.data != NULL and not a.bias_of_keys))
     a.chunks = chunks_of(a.k.shape[1]) if rows <= CHUNKED_ROWS else 1
     a.tiles = 1 if rows <= CHUNKED_ROWS else ceil_div(rows, TILE_ROWS)
     a.head_parts = 1 if a.few else K
@@ -457,6 +478,11 @@ cdef Py_ssize_t item_rows(const Attention *a) noexcept nogil:
     return min(<Py_ssize_t>TILE_ROWS, a.group * a.q.shape[1])
 
 
+cdef Py_ssize_t block_keys(const Attention *a) noexcept nogil:
+    """Keys of a block."""
+    return FEW_BLOCK if a.few else TA_KEY_BLOCK
+
+
 cdef Py_ssize_t item_heads(const Attention *a) noexcept nogil:
     """K/V heads of an item, at most."""
     return ceil_div(a.k.shape[2], a.head_parts)
@@ -475,15 +501,19 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     """Lays out a thread's scratch from `memory` on; returns its size in bytes."""
     cdef Py_ssize_t itemsize = a.kernels.itemsize, vl = a.kernels.vl
     cdef Py_ssize_t rows = item_rows(a), states = rows * item_heads(a)
+    cdef Py_ssize_t step = block_keys(a)
     cdef uintptr_t cursor = <uintptr_t>memory
     s.q = carve(&cursor, states * (width_of(a, &a.q) + SKEW) * itemsize)
-    s.k = carve(&cursor, 0 if a.k_in_place else (TA_KEY_BLOCK * width_of(a, &a.k) + vl) * itemsize)
-    s.v = carve(&cursor, 0 if a.v_in_place else TA_KEY_BLOCK * width_of(a, &a.v) * itemsize)
+    s.k = carve(&cursor, 0 if a.k_in_place else (step * width_of(a, &a.k) + vl) * itemsize)
+    s.v = carve(&cursor, 0 if a.v_in_place else step * width_of(a, &a.v) * itemsize)
+    s.finite_v = carve(&cursor, step * width_of(a, &a.v) * itemsize)
+    s.key_bias = carve(&cursor, TA_KEY_BLOCK * itemsize)
     s.weights = carve(&cursor, TA_MAX_ROWS * (TA_KEY_BLOCK + SKEW) * itemsize)
     s.first_chunk = carve_state(a, &cursor, 0 if a.split else states)
     s.other_chunk = carve_state(a, &cursor, 0 if a.split or a.chunks == 1 else states)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
+    s.score_rows = <ta_score_row *>carve(&cursor, states * sizeof(ta_score_row) if a.score_rows else 0)
     s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
     return cursor - <uintptr_t>memory
 
@@ -524,18 +554,23 @@ cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
 cdef void see_keys(const Attention *a, Py_ssize_t b, Py_ssize_t row, Py_ssize_t rows,
                    Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
     """The keys that stacked rows [row, row + rows) see: first[i] <= position < last[i]."""
-    cdef Py_ssize_t i = 0, t = row // a.group, next_t = a.group - row % a.group, end
+    cdef Py_ssize_t i = 0, t = row // a.group, next_t = a.group - row % a.group, begin, end
     cdef Py_ssize_t length = a.k.shape[1] if a.key_lengths == NULL else a.key_lengths[b]
     cdef Py_ssize_t offset = 0 if a.query_offset == NULL else a.query_offset[b]
     cdef Py_ssize_t queries = a.q.shape[1] if a.query_lengths == NULL else a.query_lengths[b]
     while i < rows:
+        begin = 0
         end = length
         if a.causal:
             end = min(end, t + offset + 1)
+        if a.left >= 0:
+            begin = max(begin, t + offset - a.left)
+        if a.right >= 0:
+            end = min(end, t + offset + a.right + 1)
         if t >= queries:
             end = 0
         while i < min(next_t, rows):
-            first[i] = 0
+            first[i] = begin
             last[i] = max(end, <Py_ssize_t>0)
             i = i + 1
         t = t + 1
@@ -593,19 +628,29 @@ cdef void pad_rows(const Attention *a, const Array *x, Py_ssize_t b, Py_ssize_t 
         x.shape[3], width, x.stride[1], x.stride[3], 1.0)
 
 
-cdef void add_values_by_row(const ta_kernels *kernels, const ta_attention_tile *tile) noexcept nogil:
-    """value_tile over just the keys that each row sees: 0 * NaN of an unseen value must not arise."""
-    cdef ta_attention_tile one = tile[0]
-    cdef Py_ssize_t i, itemsize = kernels.itemsize
-    one.rows = 1
-    one.next = NULL
-    for i in range(tile.rows):
-        one.weights = <char *>tile.weights + i * tile.weight_stride * itemsize
-        one.out = <char *>tile.out + i * tile.out_stride * itemsize
-        one.key_begin = max(tile.key_begin, tile.first[i] - tile.key_start)
-        one.key_end = min(tile.key_end, tile.last[i] - tile.key_start)
-        if one.key_begin < one.key_end:
-            kernels.value_tile(&one)
+cdef inline const char *per_row(const Array *x, Py_ssize_t b, Py_ssize_t n, Py_ssize_t t,
+                                Py_ssize_t itemsize) noexcept nogil:
+    """A mask's or a bias's row of a head and a query; NULL if there is none."""
+    return at3(x, b, n, t, itemsize) if x.data != NULL else NULL
+
+
+cdef inline double number_at(const Attention *a, const char *vector, Py_ssize_t i) noexcept nogil:
+    return (<const float *>vector)[i] if a.kernels.itemsize == 4 else (<const double *>vector)[i]
+
+
+cdef void read_score_rows(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row,
+                          Py_ssize_t rows, ta_score_row *to) noexcept nogil:
+    """The options of stacked rows [row, row + rows) of a K/V head."""
+    cdef Py_ssize_t i, n, t, offset = 0 if a.query_offset == NULL else a.query_offset[b]
+    for i in range(rows):
+        n = head * a.group + (row + i) % a.group
+        t = (row + i) // a.group
+        to[i].mask = NULL if a.mask_of_keys else per_row(&a.mask, b, n, t, 1)
+        to[i].bias = NULL if a.bias_of_keys else per_row(&a.bias, b, n, t, a.bias_itemsize)
+        to[i].slope = 0
+        if a.slopes != NULL:
+            to[i].slope = number_at(a, a.slopes, b * a.q.shape[2] + n) * LOG2_E
+        to[i].position = t + offset
 
 
 cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
@@ -615,11 +660,18 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
     cdef const ta_kernels *kernels = a.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize, vl = kernels.vl
     cdef Py_ssize_t row_tiles = ceil_div(rows, kernels.attention_mr)
-    cdef Py_ssize_t step = FEW_BLOCK if a.few else TA_KEY_BLOCK
+    cdef Py_ssize_t step = block_keys(a)
     cdef Py_ssize_t block, head, next_head, next_block, r, row, row_end, at, key_begin, key_end
     cdef Seen seen
-    cdef int edge, values_finite
+    cdef bint of_keys = a.mask_of_keys or a.bias_of_keys
+    cdef bint own_hidden = (a.mask.data != NULL and not a.mask_of_keys
+                            or a.bias.data != NULL and not a.bias_of_keys)
+    cdef bint packed, some_hidden
+    cdef int values_finite
     cdef const char *next_k
+    cdef const void *v
+    cdef ta_score_options options
+    cdef ta_score_row all_rows
     cdef ta_attention_tile t
 
     t.head_dim = width_of(a, &a.k) if a.few else a.k.shape[3]
@@ -627,28 +679,32 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
     t.q_stride = width_of(a, &a.q) + SKEW
     t.k = s.k
     t.k_stride = a.k.stride[1] if a.k_in_place else t.head_dim
-    t.v = s.v
-    t.v_stride = a.v.stride[1] if a.v_in_place else t.v_columns
     t.weights = s.weights
     t.weight_stride = TA_KEY_BLOCK + SKEW
     t.out_stride = t.v_columns + SKEW
+    options.softcap = a.softcap * LOG2_E
+    options.bias_storage = a.bias_storage
+    options.bias_stride = a.bias.stride[3]
+    options.mask_stride = a.mask.stride[3]
+    options.key_bias = NULL
+    all_rows.mask = per_row(&a.mask, b, 0, 0, 1) if a.mask_of_keys else NULL
+    all_rows.bias = per_row(&a.bias, b, 0, 0, a.bias_itemsize) if a.bias_of_keys else NULL
     block = begin // step * step
     while block < end:                                          # blocks of keys
         key_begin = max(begin - block, <Py_ssize_t>0)
         key_end = min(end - block, step)
         t.key_start = block
+        if of_keys:
+            options.key_bias = s.key_bias
+            if not kernels.load_key_options(s.key_bias, &options, &all_rows, block, &key_begin, &key_end):
+                options.key_bias = NULL
+            if key_begin >= key_end:
+                block = block + step
+                continue
+        t.options = &options if a.score_rows or options.key_bias != NULL else NULL
         for head in range(head_begin, head_end):                # K/V heads
-            if a.k_in_place:
-                t.k = at3(&a.k, b, block, head, itemsize)
-            elif a.few:
-                pad_rows(a, &a.k, b, head, block, key_begin, key_end, s.k)
-            else:
-                pack_k(a, b, head, block, key_begin, key_end, s.k)
-            # Many rows: values in place, off a cache line and at a stride of the caller's, cost a third.
-            if a.v_in_place:
-                t.v = at3(&a.v, b, block, head, itemsize)
-            else:
-                pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
+            packed = False
+            v = at3(&a.v, b, block, head, itemsize) if a.v_in_place else s.v
             next_head = head + 1 if head + 1 < head_end else head_begin
             next_block = block if head + 1 < head_end else block + step
             next_k = at3(&a.k, b, next_block, next_head, itemsize)
@@ -661,13 +717,33 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 t.key_end = min(seen.end - block, key_end)
                 if t.key_begin >= t.key_end:
                     continue
-                t.all_begin = seen.all_begin - block
-                t.all_end = seen.all_end - block
-                edge = t.key_begin < t.all_begin or t.all_end < t.key_end
                 t.rows = <int>(row_end - row)
                 t.first = s.first + row
                 t.last = s.last + row
                 at = (head - head_begin) * rows + row
+                t.score_rows = s.score_rows + at if a.score_rows else NULL
+                if own_hidden:
+                    kernels.trim_tile(&t)
+                    if t.key_begin >= t.key_end:
+                        continue
+                t.all_begin = max(seen.all_begin - block, t.key_begin)
+                t.all_end = min(seen.all_end - block, t.key_end)
+                some_hidden = (own_hidden or options.key_bias != NULL or t.key_begin < t.all_begin
+                               or t.all_end < t.key_end)
+                if not packed:
+                    packed = True
+                    if a.k_in_place:
+                        t.k = at3(&a.k, b, block, head, itemsize)
+                    elif a.few:
+                        pad_rows(a, &a.k, b, head, block, key_begin, key_end, s.k)
+                    else:
+                        pack_k(a, b, head, block, key_begin, key_end, s.k)
+                    # Many rows: values in place, off a cache line and at a stride of the caller's, cost
+                    # a third.
+                    if not a.v_in_place:
+                        pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
+                t.v = v
+                t.v_stride = a.v.stride[1] if a.v_in_place else t.v_columns
                 t.q = s.q + at * t.q_stride * itemsize
                 t.row_max = state.row_max + at * itemsize
                 t.row_sum = state.row_sum + at * vl * itemsize
@@ -683,12 +759,20 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                         t.next_stride = a.k.stride[1]
                 else:
                     kernels.weigh_tile(&t)
-                if edge and values_finite < 0:
-                    values_finite = kernels.all_finite(
-                        <const char *>t.v + key_begin * t.v_stride * itemsize,
-                        key_end - key_begin, t.v_columns, t.v_stride)
-                if edge and not values_finite:
-                    add_values_by_row(kernels, &t)
+                if some_hidden and values_finite < 0:
+                    at = key_begin * t.v_stride * itemsize
+                    values_finite = kernels.all_finite(<const char *>v + at, key_end - key_begin,
+                                                       t.v_columns, t.v_stride)
+                    if not values_finite:
+                        kernels.copy_finite(s.finite_v + key_begin * t.v_columns * itemsize,
+                                            <const char *>v + at, key_end - key_begin, t.v_columns,
+                                            t.v_stride)
+                if some_hidden and not values_finite:           # 0 * NaN of an unseen value must not arise
+                    at = t.v_stride
+                    t.v = s.finite_v
+                    t.v_stride = t.v_columns
+                    kernels.value_tile(&t)
+                    kernels.add_strays(&t, v, at)
                 else:
                     kernels.value_tile(&t)
         block = block + step
@@ -697,8 +781,21 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
 cdef void start_rows(const Attention *a, const State *state, Py_ssize_t rows) noexcept nogil:
     cdef Py_ssize_t i, itemsize = a.kernels.itemsize, width = width_of(a, &a.v)
     for i in range(rows):
-        a.kernels.start_row(state.out + i * (width + SKEW) * itemsize, width,
-                            state.row_max + i * itemsize, state.row_sum + i * a.kernels.vl * itemsize)
+        a.kernels.start_row(state.out + i * (width + SKEW) * itemsize, width, state.row_max + i * itemsize,
+                            state.row_sum + i * a.kernels.vl * itemsize, MINUS_INFINITY)
+
+
+cdef void add_sinks(const Attention *a, const State *state, Py_ssize_t b, Py_ssize_t head,
+                    Py_ssize_t row, Py_ssize_t rows) noexcept nogil:
+    """The sinks of stacked rows [row, row + rows) of a K/V head, which are the first of `state`."""
+    cdef Py_ssize_t queries = a.q.shape[1] if a.query_lengths == NULL else a.query_lengths[b]
+    cdef Py_ssize_t i, itemsize = a.kernels.itemsize, width = width_of(a, &a.v)
+    cdef Py_ssize_t end = min(rows, queries * a.group - row)
+    for i in range(end if a.sinks != NULL else 0):
+        a.kernels.start_row(
+            state.out + i * (width + SKEW) * itemsize, width, state.row_max + i * itemsize,
+            state.row_sum + i * a.kernels.vl * itemsize,
+            LOG2_E * number_at(a, a.sinks, head * a.group + (row + i) % a.group))
 
 
 cdef void merge_rows(const Attention *a, const State *into, const State *other,
@@ -745,7 +842,7 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     cdef Py_ssize_t heads = head_end - head_begin, head, r, size, begin, end
     cdef Py_ssize_t tile_begin = PY_SSIZE_T_MAX, tile_end = 0
     cdef AttentionScratch s
-    cdef State state
+    cdef State state, first
 
     attention_scratch(a, &s, memory)
     see_keys(a, b, row, rows, s.first, s.last)
@@ -756,15 +853,20 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     size = (width_of(a, &a.q) + SKEW) * a.kernels.itemsize
     for head in range(heads):
         pack_q(a, b, head_begin + head, row, rows, s.q + head * rows * size)
+        if a.score_rows:
+            read_score_rows(a, b, head_begin + head, row, rows, s.score_rows + head * rows)
 
+    # Sinks count once: in the first chunk.
+    state = part_state(a, b, chunk, head_begin) if a.split else s.first_chunk
+    start_rows(a, &state, heads * rows)
+    for head in range(heads if chunk == 0 else 0):
+        first = skip_rows(a, &state, head * rows)
+        add_sinks(a, &first, b, head_begin + head, row, rows)
     if a.split:
-        state = part_state(a, b, chunk, head_begin)
-        start_rows(a, &state, heads * rows)
         begin = max(tile_begin, chunk_begin(chunk))
         end = min(tile_end, chunk_begin(chunk + 1))
         attend(a, &s, b, head_begin, head_end, rows, begin, end, &state)
         return
-    start_rows(a, &s.first_chunk, heads * rows)
     if a.chunks == 1:
         attend(a, &s, b, head_begin, head_end, rows, tile_begin, tile_end, &s.first_chunk)
     for chunk in range(a.chunks if a.chunks > 1 else 0):
@@ -865,6 +967,10 @@ def kernel_table(str dtype):
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
         "value_tile": <uintptr_t>k.value_tile,
+        "load_key_options": <uintptr_t>k.load_key_options,
+        "trim_tile": <uintptr_t>k.trim_tile,
+        "copy_finite": <uintptr_t>k.copy_finite,
+        "add_strays": <uintptr_t>k.add_strays,
         "merge_row": <uintptr_t>k.merge_row,
         "all_finite": <uintptr_t>k.all_finite,
         "add_norm_row": <uintptr_t>k.add_norm_row,
@@ -1032,11 +1138,33 @@ cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_
 
 # ------------------------------------------------------------------ operations on arrays
 
-def attention(q, k, v, out, lse, double scale, bint causal, query_offset, query_lengths, key_lengths,
-              int threads):
-    """softmax(scale * q k^T) v into `out`, the log of its denominator into `lse` (or None).
+cdef int no_options(Attention *a) except -1:
+    """Sets what not every call has."""
+    a.left = a.right = -1
+    a.mask = a.bias = whole_array(NULL, 0, 0, 0, 0)
+    a.bias_itemsize = a.bias_storage = 0
+    a.softcap = 0
+    a.slopes = a.sinks = NULL
+    return 0
 
-    q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller.
+
+cdef int read_bias(Attention *a, bias) except -1:
+    a.bias_itemsize = bias.itemsize
+    if bias.dtype.name == "float16":
+        a.bias_storage = TA_F16
+    elif bias.dtype.name == "bfloat16":
+        a.bias_storage = TA_BF16
+        bias = bias.view("uint16")      # there is no buffer of the other
+    else:
+        a.bias_storage = TA_REAL if bias.itemsize == a.kernels.itemsize else TA_OTHER_REAL
+    return read_array(bias, &a.bias)
+
+
+def attention(q, k, v, out, lse, scores, visibility, int threads):
+    """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
+
+    q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
+    as are `scores` and `visibility` (see _arguments.py).
     """
     cdef Attention a
     cdef AttentionScratch layout
@@ -1051,11 +1179,21 @@ def attention(q, k, v, out, lse, double scale, bint causal, query_offset, query_
     if lse is not None:
         read_array(lse, &a.lse, True)
     a.kernels = kernels_for(q.itemsize)
-    a.scale = scale
-    a.causal = causal
-    a.query_offset = read_integers(query_offset)
-    a.query_lengths = read_integers(query_lengths)
-    a.key_lengths = read_integers(key_lengths)
+    no_options(&a)
+    a.scale = scores.scale
+    a.softcap = scores.softcap
+    a.slopes = read_vector(scores.alibi_slopes)
+    a.sinks = read_vector(scores.sinks)
+    if scores.bias is not None:
+        read_bias(&a, scores.bias)
+    a.causal = visibility.is_causal
+    a.query_offset = read_integers(visibility.query_offset)
+    a.query_lengths = read_integers(visibility.query_lengths)
+    a.key_lengths = read_integers(visibility.key_value_lengths)
+    if visibility.window is not None:
+        a.left, a.right = visibility.window
+    if visibility.mask is not None:
+        read_array(visibility.mask, &a.mask)
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
     a.group = a.q.shape[2] // a.k.shape[2]
@@ -1180,6 +1318,7 @@ cdef class Block:
         a.v = whole_array(carve(&cursor, B * S * K * Hv * itemsize), B, S, K, Hv)
         a.out = whole_array(carve(&cursor, B * T * N * Hv * itemsize), B, T, N, Hv)
         a.lse.data = NULL
+        no_options(&a)
         a.scale = self.scale
         a.causal = self.causal
         a.group = N // K

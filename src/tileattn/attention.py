@@ -175,8 +175,7 @@ def dot_product_attention(
         For shapes, lengths or an `out` that do not fit, a query position that is not known, or
         numbers outside of their range. Nothing has been written then.
     NotImplementedError
-        For what only `tileattn.reference` has so far: `bias`, `mask`, `softcap`,
-        `local_window_size`, `alibi_slopes`, `sinks`, float16 and bfloat16.
+        For what only `tileattn.reference` has so far: float16 and bfloat16.
 
     Notes
     -----
@@ -221,7 +220,7 @@ def dot_product_attention(
     if result is None:
         result = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
     lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
-    _core.attention(a.q, a.k, a.v, result, lse, a.scores.scale, *a.visibility[:4], threads)
+    _core.attention(a.q, a.k, a.v, result, lse, a.scores, a.visibility, threads)
     if out is not None:
         result = out
     elif not a.has_batch:
@@ -231,19 +230,9 @@ def dot_product_attention(
     return result, lse if a.has_batch else lse[0]
 
 
-# TODO: goes away with the kernels that have these.
+# TODO: goes away with the kernels for them.
 def _refuse_what_the_kernels_lack(a: AttentionArguments) -> None:
-    lacking = {
-        "bias": a.scores.bias is not None,
-        "mask": a.visibility.mask is not None,
-        "softcap": a.scores.softcap != 0,
-        "local_window_size": a.visibility.window is not None,
-        "alibi_slopes": a.scores.alibi_slopes is not None,
-        "sinks": a.scores.sinks is not None,
-        f"{a.q.dtype}": arithmetic_type(a.q.dtype) != a.q.dtype,
-    }
-    given = [name for name, is_given in lacking.items() if is_given]
-    if given:
+    if arithmetic_type(a.q.dtype) != a.q.dtype:
         raise NotImplementedError(
-            f"no kernel has {', '.join(given)} yet; tileattn.reference.dot_product_attention does"
+            f"no kernel has {a.q.dtype} yet; tileattn.reference.dot_product_attention does"
         )

@@ -29,6 +29,25 @@ class GemmTile(Structure):
     )
 
 
+class ScoreOptions(Structure):
+    _fields_ = (
+        ("softcap", c_double),
+        ("bias_storage", c_int),
+        ("bias_stride", c_ssize_t),
+        ("mask_stride", c_ssize_t),
+        ("key_bias", c_void_p),
+    )
+
+
+class ScoreRow(Structure):
+    _fields_ = (
+        ("bias", c_void_p),
+        ("mask", c_void_p),
+        ("slope", c_double),
+        ("position", c_ssize_t),
+    )
+
+
 class AttentionTile(Structure):
     _fields_ = (
         ("rows", c_int),
@@ -47,6 +66,8 @@ class AttentionTile(Structure):
         ("all_end", c_ssize_t),
         ("first", c_void_p),
         ("last", c_void_p),
+        ("options", c_void_p),
+        ("score_rows", c_void_p),
         ("weights", c_void_p),
         ("weight_stride", c_ssize_t),
         ("row_max", c_void_p),
@@ -85,10 +106,15 @@ PROTOTYPES = {
     "pack_columns": (None, c_void_p, c_void_p, *[c_ssize_t] * 5, c_double),
     "load_row": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t),
     "gemm_tile": (None, POINTER(GemmTile)),
-    "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p),
+    "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),
     "weigh_few": (None, POINTER(AttentionTile)),
     "value_tile": (None, POINTER(AttentionTile)),
+    "load_key_options": (c_int, c_void_p, POINTER(ScoreOptions), POINTER(ScoreRow), c_ssize_t)
+    + (POINTER(c_ssize_t),) * 2,
+    "trim_tile": (None, POINTER(AttentionTile)),
+    "copy_finite": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t, c_ssize_t),
+    "add_strays": (None, POINTER(AttentionTile), c_void_p, c_ssize_t),
     "merge_row": (None, *[c_void_p] * 6, c_ssize_t),
     "finish_row": (None, c_void_p, c_ssize_t, c_ssize_t, *[c_void_p] * 4),
     "all_finite": (c_int, c_void_p, c_ssize_t, c_ssize_t, c_ssize_t),

@@ -692,7 +692,7 @@ def test_start_row(kernels):
         out, row_max = Guarded(columns, kernels.dtype), Guarded(1, kernels.dtype)
         row_sum = Guarded(kernels.vl, kernels.dtype)
         arrays = [address(g.array) for g in (row_max, row_sum)]
-        kernels.start_row(address(out.array), columns, *arrays)
+        kernels.start_row(address(out.array), columns, *arrays, -np.inf)
         for g in (out, row_max, row_sum):
             g.check()
         assert not out.array.any()
@@ -841,7 +841,9 @@ def run_blocks(kernels, q, blocks, sees=None, kernel="weigh_tile", parts=1):
         row_max = np.empty(rows, kernels.dtype)
         row_sum = np.empty((rows, kernels.vl), kernels.dtype)
         for i in range(rows):
-            kernels.start_row(address(out[i:]), columns, address(row_max[i:]), address(row_sum[i:]))
+            kernels.start_row(
+                address(out[i:]), columns, address(row_max[i:]), address(row_sum[i:]), -np.inf
+            )
         for k, v in (blocks[i] for i in part):
             first, last = (
                 sees if sees is not None else (np.zeros(rows, int), np.full(rows, 1 << 30))
