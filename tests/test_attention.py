@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tileattn
-from tests.oracle import GUARD, LAYOUTS, WRITABLE, check_attention, random, same_bits, visible
+from tests.oracle import (
+    GUARD,
+    HALVES,
+    LAYOUTS,
+    WRITABLE,
+    check_attention,
+    random,
+    same_bits,
+    visible,
+)
 from tileattn import dot_product_attention, reference
 
 NAN, INF = np.nan, np.inf
@@ -281,6 +290,154 @@ def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity(dtype):
     assert (lse[blind] == -INF).all()
     assert np.isfinite(lse[~blind]).all()
     check_attention((out, lse), q, k, v, **options)
+
+
+# ------------------------------------------------------------------ windows, masks, biases, sinks
+
+
+@pytest.mark.parametrize("T, S", [(1, 8), (3, 40), (40, 3), (70, 300), (300, 70), (300, 300)])
+def test_window_counts_neighbours_of_the_position(T, S):
+    for window in (0, 3, (0, 2), (5, 0), (None, 1), (20, None), (1 << 62, 4), (S, S)):
+        for offset in (0, S - T, -1, 10**6, 1 << 60, -(1 << 60)):
+            for is_causal in (False, True):
+                options = {
+                    "is_causal": is_causal,
+                    "query_offset": offset,
+                    "local_window_size": window,
+                }
+                expected = visible(1, T, S, **options)
+                np.testing.assert_array_equal(seen(T, S, **options), expected)
+
+
+def test_a_window_of_zero_is_self_only():
+    np.testing.assert_array_equal(seen(9, 9, local_window_size=0)[0], np.eye(9))
+
+
+@pytest.mark.parametrize("T", [1, 40, 130])
+def test_masks_hide_and_compose(T):
+    S, B, rng = 300, 2, np.random.default_rng(0)
+    lengths, offset = np.array([290, 40]), np.array([S - T, 20])
+    for shape in ((S,), (1, 1, 1, S), (B, 1, 1, S), (T, S), (T, 1), (B, 1, T, S), (1, 1, 1, 1)):
+        mask = rng.random(shape) < 0.4
+        bias = np.where(mask, 0, -INF).astype(np.float32)
+        options = {"is_causal": True, "query_offset": offset, "local_window_size": (60, None)}
+        expected = visible(B, T, S, key_lengths=lengths, **options)
+        expected = expected & np.broadcast_to(mask, (B, 1, T, S))[:, 0]
+        for hides in ({"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias}):
+            got = seen(T, S, B=B, key_value_seq_lengths=lengths, **hides, **options)
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [2, 40])
+def test_mask_and_bias_differ_by_head(T, dtype):
+    q, k, v = qkv(B=2, T=T, S=270, N=4, K=2, dtype=dtype)
+    mask = np.random.default_rng(0).random((2, 4, T, 270)) < 0.5
+    bias = random(5, 4, T, 1, dtype=dtype)  # the same for all keys: only the LSE tells
+    got = dot_product_attention(q, k, v, mask=mask, bias=bias, return_lse=True)
+    check_attention(got, q, k, v, mask=mask, bias=bias)
+
+
+@pytest.mark.parametrize("T", [3, 40])
+def test_masks_and_biases_of_every_layout_give_the_same_bits(T):
+    q, k, v = qkv(B=2, T=T, S=90, N=4, K=2)
+    mask = np.random.default_rng(0).random((2, 4, T, 90)) < 0.5
+    bias = random(1, 2, 4, T, 90)
+    expected = dot_product_attention(q, k, v, mask=mask, bias=bias)
+    for name, change in LAYOUTS.items():
+        got = dot_product_attention(q, k, v, mask=change(mask), bias=change(bias))
+        assert same_bits(got, expected), name
+    wide = dot_product_attention(q, k, v, mask=mask[:, :1], bias=bias[:1, :, :, :1])
+    same = [np.broadcast_to(a, mask.shape).copy() for a in (mask[:, :1], bias[:1, :, :, :1])]
+    assert same_bits(dot_product_attention(q, k, v, mask=same[0], bias=same[1]), wide)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("T", [1, 6, 100])
+def test_what_masks_and_biases_hide_changes_no_bit(T, bad):
+    B, S, rng = 2, 300, np.random.default_rng(0)
+    q, k, v = qkv(B=B, T=T, S=S, N=4, K=2, H=8, Hv=5)
+    rows = rng.random((B, 4, T, S)) < 0.5
+    rows &= (rng.random((B, 2, 1, S)) < 0.5).repeat(2, axis=1)
+    keys = rng.random((B, 1, 1, S)) < 0.5
+    keys[1, ..., 100:] = False
+    for mask in (rows, keys):
+        bias = np.where(mask, 0.5, -INF).astype(np.float32)
+        every_head = np.broadcast_to(mask, (B, 4, mask.shape[2], S)).reshape(B, 2, -1, S)
+        unseen = ~every_head.any(axis=2).swapaxes(1, 2)  # [B, S, K]
+        assert unseen.any()
+        for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "softcap": 4.0}):
+            clean = dot_product_attention(q, k, v, return_lse=True, **options)
+            k_bad, v_bad = k.copy(), v.copy()
+            k_bad[unseen] = v_bad[unseen] = bad
+            got = dot_product_attention(q, k_bad, v_bad, return_lse=True, **options)
+            for a, b in zip(got, clean, strict=True):
+                assert same_bits(a, b)
+
+
+def test_the_lowest_bias_everywhere_does_not_hide():
+    for dtype, T in itertools.product(DTYPES, (2, 40)):
+        low = np.finfo(dtype).min
+        q, k, v = qkv(T=T, S=300, dtype=dtype)
+        for bias in (np.full(300, low), np.full((T, 300), low)):
+            out, lse = dot_product_attention(q, k, v, bias=bias, return_lse=True)
+            assert np.abs(out).min() > 0
+            assert (out > v.min(axis=1, keepdims=True)).all()
+            assert (out < v.max(axis=1, keepdims=True)).all()
+            np.testing.assert_allclose(lse, low, rtol=1e-6)
+
+
+@pytest.mark.parametrize("T, S", [(1, 1500), (2, 9), (60, 70), (200, 600)])
+def test_sinks_count_once_and_are_part_of_the_lse(T, S):
+    q, k, v = qkv(B=2, T=T, S=S, N=4, K=2, dtype=np.float64)
+    plain, plain_lse = dot_product_attention(q, k, v, return_lse=True)
+    sinks = np.array([0.0, 3.0, -INF, 30.0])
+    for threads in (1, 3):
+        out, lse = dot_product_attention(q, k, v, sinks=sinks, return_lse=True, num_threads=threads)
+        np.testing.assert_allclose(lse, np.logaddexp(plain_lse, sinks), rtol=1e-13)
+        shrink = np.exp(plain_lse - lse)[..., None]
+        np.testing.assert_allclose(out, plain * shrink, rtol=1e-12, atol=1e-15)
+
+
+def test_sinks_of_rows_that_see_nothing():
+    q, k, v = qkv(T=5, S=9, N=2)
+    out, lse = dot_product_attention(
+        q, k, v, sinks=[1.0, -INF], query_seq_lengths=[3], mask=np.zeros(9, bool), return_lse=True
+    )
+    assert not out.any()
+    np.testing.assert_allclose(lse[0, :3, 0], 1, rtol=1e-6)
+    assert (lse[0, 3:] == -INF).all()
+    assert (lse[..., 1] == -INF).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T, S", [(1, 300), (5, 40), (60, 300)])
+def test_softcap_comes_before_bias_and_slopes(T, S, dtype):
+    q, k, v = qkv(B=2, T=T, S=S, N=4, K=2, H=8, dtype=dtype)
+    options = {
+        "softcap": 0.7,
+        "bias": random(4, 4, 1, S, dtype=dtype),
+        "alibi_slopes": np.array([0.5, -0.01, 0.0, 2.0]),
+        "query_offset": S - T,
+    }
+    for names in (["softcap"], ["alibi_slopes", "query_offset"], ["softcap", "bias"], options):
+        some = {name: options[name] for name in names}
+        got = dot_product_attention(q, k, v, scale=3.0, return_lse=True, **some)
+        check_attention(got, q, k, v, scale=3.0, **some)
+
+
+def test_bits_with_options_do_not_depend_on_threads_or_batch():
+    q, k, v = qkv(B=3, T=40, S=700, N=4, K=2)
+    mask = np.random.default_rng(0).random((3, 1, 40, 700)) < 0.5
+    options = {"softcap": 3.0, "sinks": np.ones(4), "alibi_slopes": np.ones(4), "query_offset": 660}
+    for T in (2, 40):
+        call = (q[:, :T], k, v)
+        one = dot_product_attention(*call, mask=mask[:, :, :T], num_threads=1, **options)
+        more = dot_product_attention(*call, mask=mask[:, :, :T], num_threads=3, **options)
+        assert same_bits(one, more)
+        for b in range(3):
+            got = dot_product_attention(*(a[b] for a in call), mask=mask[b, :, :T], **options)
+            assert same_bits(got, one[b])
 
 
 # ------------------------------------------------------------------ NaN, infinity, extreme numbers
@@ -728,6 +885,12 @@ def test_memory_of_a_long_call_is_that_of_its_tiles(isa):
         tileattn.dot_product_attention(q[:, :64], k[:, :64], v[:, :64], num_threads=2)
         before = peak()
         tileattn.dot_product_attention(q, k, v, is_causal=True, out=out, num_threads=2)
+        every = {
+            "mask": np.broadcast_to(np.arange(16384) < 16000, (16384, 16384)),
+            "bias": np.broadcast_to(np.float16(1), (1, 4, 16384, 16384)),
+            "local_window_size": (1000, 20),
+        }
+        tileattn.dot_product_attention(q, k, v, out=out, num_threads=2, **every)
         assert abs(out - 0.3).max() < 1e-3
         print(peak() - before)
         """,
@@ -802,6 +965,18 @@ def integers(values):
 
 
 @st.composite
+def broadcast_shapes(draw, *shape):
+    """A shape that broadcasts to `shape`: axes of 1, or missing in front."""
+    return [draw(st.sampled_from([1, n])) for n in shape][draw(st.integers(0, len(shape))) :]
+
+
+@st.composite
+def layouts(draw, array):
+    names = ["contiguous", "Fortran", "every second", "all axes reversed", "read-only"]
+    return LAYOUTS[draw(st.sampled_from(names))](array) if array.ndim > 1 else array
+
+
+@st.composite
 def calls(draw):
     """Inputs of random shape, dtype and layout, and options that fit them."""
     sizes = st.integers(0, 70)
@@ -814,8 +989,13 @@ def calls(draw):
     for i, shape in enumerate(((B, T, K * G, H), (B, S, K, H), (B, S, K, Hv))):
         values = random(draw(st.integers(0, 9)) + i, *shape, dtype=dtype)
         arrays.append(LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](values))
+    N = K * G
     options = {
         "is_causal": draw(st.booleans()),
+        "softcap": draw(st.none() | st.sampled_from([0.5, 3.0, 30.0])),
+        "local_window_size": draw(
+            st.none() | st.integers(0, 40) | st.tuples(*[st.none() | st.integers(0, 40)] * 2)
+        ),
         "scale": draw(st.sampled_from([None, 0.0]) | st.floats(0.01, 2) | st.floats(-2, -0.01)),
         "query_offset": draw(
             st.none()
@@ -823,7 +1003,22 @@ def calls(draw):
             | st.lists(st.integers(-80, 80), min_size=B, max_size=B).map(integers)
         ),
     }
-    if options["is_causal"] and T != S and options["query_offset"] is None:
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    some = draw(st.sets(st.sampled_from(["mask", "bias", "alibi_slopes", "sinks"])))
+    if "mask" in some:
+        mask = rng.random(draw(broadcast_shapes(B, N, T, S))) < draw(st.sampled_from([0.1, 0.9]))
+        options["mask"] = draw(layouts(mask))
+    if "bias" in some:
+        bias = rng.standard_normal(draw(broadcast_shapes(B, N, T, S)))
+        bias[rng.random(bias.shape) < draw(st.sampled_from([0, 0.2, 0.8]))] = -INF
+        options["bias"] = draw(layouts(bias.astype(draw(st.sampled_from([*DTYPES, *HALVES])))))
+    if "alibi_slopes" in some:
+        options["alibi_slopes"] = rng.standard_normal(draw(st.sampled_from([(N,), (B, N)])))
+    if "sinks" in some:
+        options["sinks"] = draw(st.sampled_from([np.full(N, -INF), 3 * rng.standard_normal(N)]))
+    positioned = options["is_causal"] or options["local_window_size"] or "alibi_slopes" in some
+    positioned = positioned or options["local_window_size"] == 0
+    if positioned and T != S and options["query_offset"] is None:
         options["query_offset"] = S - T
     for name, limit in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
         some = st.lists(st.integers(0, limit), min_size=B, max_size=B).map(integers)
@@ -846,8 +1041,11 @@ def test_random_calls(call, num_threads, with_out):
 def test_random_calls_with_numbers_that_are_not_finite(call, data):
     """NaN and infinities appear where the reference has them, and nowhere else."""
     (q, k, v), options = call
+    # No weight so small that float32 has only 0 for it: 0 * inf is NaN.
     if options["scale"] is not None:
-        options["scale"] /= 8  # no weight so small that float32 has only 0 for it: 0 * inf is NaN
+        options["scale"] /= 8
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"] / 64
     arrays = []
     for a in (q, k, v):
         a = a.astype(a.dtype.newbyteorder("="))
