@@ -13,7 +13,7 @@
  *   q  [row][q_stride]                        times scale * log2(e), zeros up to whole vectors
  *   k  [panel][head_dim][attention_nr]        each panel interleaved by pack_rows; or [key][k_stride]
  *   v  [key][v_stride]                        whole vectors of columns
- *   weights  [row][weight_stride]             lanes along keys; panel p starts at p * attention_nr
+ *   weights  [row][TA_WEIGHT_STRIDE]             lanes along keys; panel p starts at p * attention_nr
  *
  * The maximum is lazy (row_max need not be the true one, only near it): scores start from -row_max,
  * and only a row with a score that exceeds it by TA_RAISE is rescaled. A row decides that alone, panel
@@ -32,7 +32,7 @@ TA_NOINLINE void hide_unseen(const ta_attention_tile *t, ptrdiff_t panel)
         ptrdiff_t first = t->first[i] - t->key_start, last = t->last[i] - t->key_start;
         first = first < t->key_begin ? t->key_begin : first;
         last = last < t->key_end ? last : t->key_end;
-        real *scores = (real *)t->weights + i * t->weight_stride;
+        real *scores = (real *)t->weights + i * TA_WEIGHT_STRIDE;
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
             if (first <= j && j + TA_VL <= last)
                 continue;
@@ -52,7 +52,7 @@ TA_NOINLINE void hide_unseen(const ta_attention_tile *t, ptrdiff_t panel)
 TA_NOINLINE void raise_rows(const ta_attention_tile *t, ptrdiff_t panel)
 {
     for (int i = 0; i < t->rows; i++) {
-        real *scores = (real *)t->weights + i * t->weight_stride;
+        real *scores = (real *)t->weights + i * TA_WEIGHT_STRIDE;
         real *row_max = (real *)t->row_max + i;
         int unset = *row_max == -INFINITY;
         vec highest = vec_all(-INFINITY);
@@ -114,7 +114,7 @@ TA_INLINE void start_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTOR
             else if (t->options->softcap != 0)
                 acc[i][j] = vec_all(0);
             else
-                acc[i][j] = vec_load((const real *)t->weights + panel + i * t->weight_stride + j * TA_VL);
+                acc[i][j] = vec_load((const real *)t->weights + panel + i * TA_WEIGHT_STRIDE + j * TA_VL);
         }
     }
 }
@@ -137,7 +137,7 @@ TA_INLINE void end_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS]
         for (int i = 0; i < rows; i++) {
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_load(weights + i * t->weight_stride + j * TA_VL);
+                acc[i][j] = vec_load(weights + i * TA_WEIGHT_STRIDE + j * TA_VL);
         }
     } else if (t->score_rows == NULL) {
         TA_UNROLL
@@ -153,7 +153,7 @@ TA_INLINE void end_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS]
         for (int i = 0; i < rows; i++) {
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++) {
-                vec start = vec_load(weights + i * t->weight_stride + j * TA_VL);
+                vec start = vec_load(weights + i * TA_WEIGHT_STRIDE + j * TA_VL);
                 acc[i][j] = vec_select((veci)(start == vec_all(-INFINITY)), start, acc[i][j]);
             }
         }
@@ -181,7 +181,7 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
         for (int i = 0; i < rows; i++) {
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++)
-                vec_store(weights + i * t->weight_stride + j * TA_VL, acc[i][j]);
+                vec_store(weights + i * TA_WEIGHT_STRIDE + j * TA_VL, acc[i][j]);
         }
         if (hide)
             hide_unseen(t, panel);
@@ -191,7 +191,7 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
         for (int i = 0; i < rows; i++) {
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_load(weights + i * t->weight_stride + j * TA_VL);
+                acc[i][j] = vec_load(weights + i * TA_WEIGHT_STRIDE + j * TA_VL);
         }
     }
     TA_UNROLL
@@ -200,7 +200,7 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
         TA_UNROLL
         for (int j = 0; j < TA_ATTENTION_NV; j++) {
             vec weight = vec_exp2(acc[i][j]);
-            vec_store(weights + i * t->weight_stride + j * TA_VL, weight);
+            vec_store(weights + i * TA_WEIGHT_STRIDE + j * TA_VL, weight);
             sum += weight;
         }
         vec_store((real *)t->row_sum + i * TA_VL, sum);
@@ -369,7 +369,7 @@ static void TA_NAME(weigh_few)(const ta_attention_tile *tile)
         t.first += t.rows;
         t.last += t.rows;
         t.score_rows += t.score_rows != NULL ? t.rows : 0;
-        t.weights = (real *)t.weights + t.rows * t.weight_stride;
+        t.weights = (real *)t.weights + t.rows * TA_WEIGHT_STRIDE;
         t.row_max = (real *)t.row_max + t.rows;
         t.row_sum = (real *)t.row_sum + t.rows * TA_VL;
         t.out = (real *)t.out + t.rows * t.out_stride;
@@ -394,7 +394,7 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
         for (int j = 0; j < vectors; j++)
             if (t->next != NULL)
                 __builtin_prefetch((const real *)t->next + key * t->next_stride + column + j * TA_VL, 0, 2);
-        outer_products(acc, rows, vectors, lot, (const real *)t->weights + key, t->weight_stride, 1,
+        outer_products(acc, rows, vectors, lot, (const real *)t->weights + key, TA_WEIGHT_STRIDE, 1,
                        (const real *)t->v + key * t->v_stride + column, t->v_stride);
     }
     /* A sum for each block, then the sum of these: one chain over 16384 keys has ten times the error. */

@@ -84,7 +84,7 @@ TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel)
     vec deepest = vec_all(0);
     for (int i = 0; i < t->rows; i++) {
         const ta_score_row *row = t->score_rows + i;
-        real *to = (real *)t->weights + i * t->weight_stride + panel;
+        real *to = (real *)t->weights + i * TA_WEIGHT_STRIDE + panel;
         real row_max = ((const real *)t->row_max)[i];
         vec start[TA_ATTENTION_NV];
         TA_UNROLL
@@ -133,7 +133,7 @@ TA_NOINLINE void cap_panel(const ta_attention_tile *t, ptrdiff_t panel,
                            const real products[TA_ACC_ROWS][TA_KEYS])
 {
     for (int i = 0; i < t->rows; i++) {
-        real *scores = (real *)t->weights + i * t->weight_stride + panel;
+        real *scores = (real *)t->weights + i * TA_WEIGHT_STRIDE + panel;
         for (int j = 0; j < TA_KEYS; j += TA_VL) {
             vec start = vec_load(scores + j);
             vec score = start + cap_scores(vec_load(products[i] + j), vec_all((real)t->options->softcap));
@@ -269,7 +269,7 @@ static void TA_NAME(add_strays)(const ta_attention_tile *t, const void *v, ptrdi
         for (int i = 0; stray && i < t->rows; i++) {
             if (!sees_key(t, i, key))
                 continue;
-            real weight = ((const real *)t->weights)[i * t->weight_stride + key];
+            real weight = ((const real *)t->weights)[i * TA_WEIGHT_STRIDE + key];
             real *out = (real *)t->out + i * t->out_stride;
             for (ptrdiff_t j = 0; j < t->v_columns; j++)
                 if (!is_finite(value[j]))

@@ -5,6 +5,7 @@ cdef extern from "tileattn.h" nogil:
         TA_MAX_ROWS
         TA_MAX_PANEL
         TA_KEY_BLOCK
+        TA_WEIGHT_STRIDE
         TA_REAL
         TA_BF16
         TA_F16
@@ -58,7 +59,6 @@ cdef extern from "tileattn.h" nogil:
         const ta_score_options *options
         const ta_score_row *score_rows
         void *weights
-        Py_ssize_t weight_stride
         void *row_max
         void *row_sum
         void *out

@@ -508,7 +508,7 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     s.v = carve(&cursor, 0 if a.v_in_place else step * width_of(a, &a.v) * itemsize)
     s.finite_v = carve(&cursor, step * width_of(a, &a.v) * itemsize)
     s.key_bias = carve(&cursor, TA_KEY_BLOCK * itemsize)
-    s.weights = carve(&cursor, TA_MAX_ROWS * (TA_KEY_BLOCK + SKEW) * itemsize)
+    s.weights = carve(&cursor, TA_MAX_ROWS * TA_WEIGHT_STRIDE * itemsize)
     s.first_chunk = carve_state(a, &cursor, 0 if a.split else states)
     s.other_chunk = carve_state(a, &cursor, 0 if a.split or a.chunks == 1 else states)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
@@ -680,7 +680,6 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
     t.k = s.k
     t.k_stride = a.k.stride[1] if a.k_in_place else t.head_dim
     t.weights = s.weights
-    t.weight_stride = TA_KEY_BLOCK + SKEW
     t.out_stride = t.v_columns + SKEW
     options.softcap = a.softcap * LOG2_E
     options.bias_storage = a.bias_storage
@@ -958,6 +957,7 @@ def kernel_table(str dtype):
         "vl": k.vl, "gemm_mr": k.gemm_mr, "gemm_nr": k.gemm_nr, "gemm_mc": k.gemm_mc,
         "walk_rows": k.walk_rows,
         "attention_mr": k.attention_mr, "attention_nr": k.attention_nr,
+        "weight_stride": TA_WEIGHT_STRIDE,
         "pack_rows": [<uintptr_t>k.pack_rows[i] for i in range(TA_STORAGES)],
         "pack_columns": [<uintptr_t>k.pack_columns[i] for i in range(TA_STORAGES)],
         "load_row": [<uintptr_t>k.load_row[i] for i in range(TA_STORAGES)],

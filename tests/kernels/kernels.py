@@ -69,7 +69,6 @@ class AttentionTile(Structure):
         ("options", c_void_p),
         ("score_rows", c_void_p),
         ("weights", c_void_p),
-        ("weight_stride", c_ssize_t),
         ("row_max", c_void_p),
         ("row_sum", c_void_p),
         ("out", c_void_p),

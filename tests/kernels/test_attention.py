@@ -97,7 +97,7 @@ def weigh(
     out = np.zeros((rows, kernels.vl)) if out is None else out
     panels = -(-keys // kernels.attention_nr)
     guarded = {
-        "weights": Guarded((rows, panels * kernels.attention_nr), kernels.dtype, row_gap=GAP),
+        "weights": weight_rows(kernels, rows, panels * kernels.attention_nr),
         "row_max": Guarded(row_max.shape, kernels.dtype),
         "row_sum": Guarded(row_sum.shape, kernels.dtype),
         "out": Guarded(out.shape, kernels.dtype, row_gap=GAP),
@@ -119,7 +119,6 @@ def weigh(
         all_end=all_end,
         first=first,
         last=last,
-        weight_stride=panels * kernels.attention_nr + GAP,
         out_stride=out.shape[1] + GAP,
         **{name: g.array for name, g in guarded.items()},
         **ahead,
@@ -128,6 +127,13 @@ def weigh(
     for g in guarded.values():
         g.check()
     return Weighed(*(g.array.copy() for g in guarded.values()))
+
+
+def weight_rows(kernels, rows, keys):
+    """Rows of weights as far apart as the kernels have them; one by itself may be longer."""
+    gap = kernels.weight_stride - keys
+    assert rows == 1 or gap >= 0
+    return Guarded((rows, keys), kernels.dtype, row_gap=max(gap, 0))
 
 
 def operands(scores):
@@ -185,6 +191,8 @@ def values(kernels, weights, v, out, key_begin=0, key_end=None, **ahead):
     (rows, keys), columns = weights.shape, v.shape[1]
     target = Guarded(out.shape, kernels.dtype, row_gap=GAP)
     target.array[...] = out
+    spread = weight_rows(kernels, rows, keys)
+    spread.array[...] = weights
     kernels.value_tile(
         kernels.attention_tile(
             rows=rows,
@@ -193,8 +201,7 @@ def values(kernels, weights, v, out, key_begin=0, key_end=None, **ahead):
             v_stride=v.strides[0] // v.itemsize,
             key_begin=key_begin,
             key_end=keys if key_end is None else key_end,
-            weights=weights,
-            weight_stride=weights.strides[0] // weights.itemsize,
+            weights=spread.array,
             out=target.array,
             out_stride=columns + GAP,
             **ahead,

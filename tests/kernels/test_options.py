@@ -256,10 +256,11 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(kernels, bad):
     mask[1, 1] = False
     options = Options(kernels, rows, mask=mask)
     first, last = np.array([0, 0, 0]), np.array([6, 6, 4])
-    weights, out = np.ones((rows, keys), kernels.dtype), np.zeros((rows, 2 * vl), kernels.dtype)
+    weights = np.ones((rows, kernels.weight_stride), kernels.dtype)
+    out = np.zeros((rows, 2 * vl), kernels.dtype)
     tile = kernels.attention_tile(
         rows=rows, v_columns=2 * vl, key_start=0, key_begin=0, key_end=5, first=first, last=last,
-        weights=weights, weight_stride=keys, out=out, out_stride=2 * vl, **options.fields(),
+        weights=weights, out=out, out_stride=2 * vl, **options.fields(),
     )  # fmt: skip
     kernels.add_strays(tile, address(dirty), 2 * vl)
     expected = np.zeros_like(out)
