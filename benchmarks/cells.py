@@ -78,6 +78,35 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Varlen:
+    """Packed sequences of those lengths: self-attention, or one query each against so many keys."""
+
+    label: str
+    lengths: tuple[int, ...]
+    N: int
+    K: int
+    H: int
+    decode: bool = False
+    causal: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} {_temperature(False)}"
+
+    @property
+    def of_limit(self) -> Limit:
+        return "FMA peak"
+
+    @cached_property
+    def flops(self) -> int:
+        """Of scores and values, over visible pairs."""
+        return sum(
+            Attention("", 1, 1 if self.decode else S, S, self.N, self.K, self.H, self.causal).flops
+            for S in self.lengths
+        )
+
+
+@dataclass(frozen=True)
 class Block:
     """Self-attention on x[B, T, D] with residual and LayerNorm."""
 
@@ -108,7 +137,7 @@ class Block:
         return cost.matmul_flops
 
 
-Cell = Projection | Attention | Block
+Cell = Projection | Attention | Varlen | Block
 
 
 def _temperature(cold: bool) -> str:
@@ -142,6 +171,16 @@ ATTENTION = (
     Attention("P6", B=1, T=16384, S=16384, N=4, K=1, H=128, causal=True),
     Attention("C1", B=1, T=256, S=4096, N=32, K=8, H=128, causal=True),
     *(Attention(*sizes, cold=cold) for sizes in _DECODE for cold in (False, True)),
+)
+
+_RAGGED = (500, 35, 128, 17, 260, 90, 411, 64, 22, 149, 310, 77, 190, 12, 45, 233)
+
+VARLEN = (
+    Varlen("V1 equal", (512,) * 8, N=12, K=12, H=64),
+    Varlen("V2 ragged", _RAGGED, N=12, K=12, H=64),
+    Varlen("V3 ragged", tuple(S // 4 for S in _RAGGED) * 4, N=12, K=12, H=32),
+    Varlen("V4 one long", (2048,) + (64,) * 15, N=16, K=4, H=64, causal=True),
+    Varlen("V5 decode", tuple(8 * S for S in _RAGGED), N=32, K=8, H=128, decode=True),
 )
 
 BLOCKS = (

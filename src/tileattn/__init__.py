@@ -24,7 +24,7 @@ The layers; calls go down only::
 """
 
 from tileattn import cost, reference
-from tileattn.attention import dot_product_attention
+from tileattn.attention import dot_product_attention, varlen_attention
 from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, attention_block
 from tileattn.config import (
     available_isas,
@@ -55,4 +55,5 @@ __all__ = [
     "set_num_threads",
     "show_config",
     "threads",
+    "varlen_attention",
 ]

@@ -34,6 +34,8 @@ def attention(
     scores: Scores,
     visibility: Visibility,
     threads: int,
+    query_starts: _Integers | None = None,
+    key_starts: _Integers | None = None,
 ) -> None: ...
 
 class Block:

@@ -20,6 +20,7 @@ from cpython.buffer cimport (
 )
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport int64_t, uintptr_t
+from libc.stdlib cimport qsort
 
 cdef extern from "omp.h" nogil:
     int omp_get_max_threads() noexcept
@@ -433,9 +434,12 @@ cdef Py_ssize_t chunks_of(Py_ssize_t S) noexcept nogil:
     return chunk
 
 
-cdef void plan_attention(Attention *a, int threads) noexcept nogil:
-    """Decides path and items. What changes bits depends on one sequence's shape only, never on threads."""
-    cdef Py_ssize_t rows = a.group * a.q.shape[1], B = a.q.shape[0], K = a.k.shape[2], items
+cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexcept nogil:
+    """Decides path and items. What changes bits depends on one sequence's shape only, never on threads.
+
+    The threads have as much to do as so many sequences of this shape.
+    """
+    cdef Py_ssize_t rows = a.group * a.q.shape[1], K = a.k.shape[2], items
     a.few = rows <= FEW_ROWS
     a.k_in_place = a.few and a.q.shape[3] % a.kernels.vl == 0 and a.k.stride[3] == 1
     a.v_in_place = a.few and a.v.shape[3] % a.kernels.vl == 0 and a.v.stride[3] == 1
@@ -448,16 +452,21 @@ cdef void plan_attention(Attention *a, int threads) noexcept nogil:
     a.head_parts = 1 if a.few else K
     a.split = False
     a.parts = NULL
-    if threads > 1 and B * K > 0:
+    if threads > 1 and sequences * K > 0:
         # Items to balance the threads: tiles as long as a packed block of keys still serves 32 rows.
         if rows > CHUNKED_ROWS:
-            a.tiles = max(a.tiles, min(ceil_div(4 * threads, B * K), rows // 32))
-        items = B * a.head_parts * a.tiles
+            a.tiles = max(a.tiles, min(ceil_div(4 * threads, sequences * K), rows // 32))
+        items = sequences * a.head_parts * a.tiles
         a.split = a.chunks > 1 and items < 2 * threads
         if a.split:
             items = items * a.chunks
         if a.few and items < 2 * threads:
             a.head_parts = min(K, ceil_div(2 * threads, items))
+
+
+cdef double attention_flops(const Attention *a) noexcept nogil:
+    return 2.0 * a.q.shape[0] * a.q.shape[1] * a.q.shape[2] * a.k.shape[1] * (
+        a.q.shape[3] + a.v.shape[3])
 
 
 cdef Py_ssize_t attention_items(const Attention *a) noexcept nogil:
@@ -528,8 +537,10 @@ cdef State skip_rows(const Attention *a, const State *state, Py_ssize_t rows) no
 cdef Py_ssize_t parts_size(const Attention *a) noexcept nogil:
     """Bytes of what the items find of each sequence and chunk, for all heads."""
     cdef uintptr_t cursor = 0
+    if not a.split:
+        return 0
     carve_state(a, &cursor, a.k.shape[2] * item_rows(a))
-    return a.q.shape[0] * a.chunks * <Py_ssize_t>cursor if a.split else 0
+    return a.q.shape[0] * a.chunks * <Py_ssize_t>cursor
 
 
 cdef State part_state(const Attention *a, Py_ssize_t b, Py_ssize_t chunk, Py_ssize_t head) noexcept nogil:
@@ -892,6 +903,93 @@ cdef void merge_item(const Attention *a, Py_ssize_t item) noexcept nogil:
     finish_rows(a, &into, b, head, 0, rows)
 
 
+# ------------------------------------------------------------------ sequences of several lengths
+
+cdef enum:
+    ITEMS = 0
+    MERGES = 1
+
+
+cdef struct Turn:
+    # A plan and when it has its turn: those with the longest items come first, so that the last ones to
+    # finish are short.
+    Attention *plan
+    double cost            # of one of its items
+    Py_ssize_t[2] first    # its first item, and its first merge, among those of all turns
+
+
+cdef int longer_first(const void *a, const void *b) noexcept nogil:
+    cdef const Turn *x = <const Turn *>a
+    cdef const Turn *y = <const Turn *>b
+    if x.cost != y.cost:
+        return -1 if x.cost > y.cost else 1
+    return -1 if x.plan < y.plan else 1
+
+
+cdef void plan_turns(Turn *turns, Py_ssize_t count, int threads, double flops) noexcept nogil:
+    """Makes plans that together do so many operations, and their order; turns[count] is its end."""
+    cdef Py_ssize_t i, alike
+    cdef double own
+    cdef Attention *plan
+    for i in range(count):
+        plan = turns[i].plan
+        own = attention_flops(plan) / plan.q.shape[0]
+        alike = <Py_ssize_t>(flops / own + 0.5) if flops < 1e9 * own else count
+        plan_attention(plan, threads, alike)
+        turns[i].cost = own / attention_items(plan)
+    qsort(turns, count, sizeof(Turn), longer_first)
+    turns[0].first[ITEMS] = turns[0].first[MERGES] = 0
+    for i in range(count):
+        turns[i + 1].first[ITEMS] = turns[i].first[ITEMS] + attention_items(turns[i].plan)
+        turns[i + 1].first[MERGES] = turns[i].first[MERGES] + merge_items(turns[i].plan)
+
+
+cdef const Turn *turn_of(const Turn *turns, Py_ssize_t count, int which, Py_ssize_t i) noexcept nogil:
+    """Whose item, or merge, number i is."""
+    cdef Py_ssize_t begin = 0, end = count, middle
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        if turns[middle].first[which] <= i:
+            begin = middle
+        else:
+            end = middle
+    return turns + begin
+
+
+cdef void item_in_turn(const Turn *turns, Py_ssize_t count, Py_ssize_t item, char *memory) noexcept nogil:
+    cdef const Turn *turn = turn_of(turns, count, ITEMS, item)
+    attention_item(turn.plan, item - turn.first[ITEMS], memory)
+
+
+cdef void merge_in_turn(const Turn *turns, Py_ssize_t count, Py_ssize_t item) noexcept nogil:
+    cdef const Turn *turn = turn_of(turns, count, MERGES, item)
+    merge_item(turn.plan, item - turn.first[MERGES])
+
+
+cdef void narrow(Array *x, const int64_t *starts, Py_ssize_t b, Py_ssize_t itemsize) noexcept nogil:
+    """Leaves the positions of sequence b."""
+    x.data = x.data + starts[b] * x.stride[1] * itemsize
+    x.shape[1] = starts[b + 1] - starts[b]
+
+
+cdef Attention sequence_of(const Attention *packed, const int64_t *query_starts,
+                           const int64_t *key_starts, Py_ssize_t b) noexcept nogil:
+    """Attention of sequence b by itself."""
+    cdef Attention one = packed[0]
+    cdef Py_ssize_t itemsize = packed.kernels.itemsize
+    narrow(&one.q, query_starts, b, itemsize)
+    narrow(&one.k, key_starts, b, itemsize)
+    narrow(&one.v, key_starts, b, itemsize)
+    narrow(&one.out, query_starts, b, itemsize)
+    if one.lse.data != NULL:
+        narrow(&one.lse, query_starts, b, itemsize)
+    if one.query_offset != NULL:
+        one.query_offset = one.query_offset + b
+    if one.slopes != NULL:
+        one.slopes = one.slopes + b * one.q.shape[2] * itemsize
+    return one
+
+
 # ------------------------------------------------------------------ rotary position embedding
 
 cdef struct Rope:
@@ -1160,17 +1258,25 @@ cdef int read_bias(Attention *a, bias) except -1:
     return read_array(bias, &a.bias)
 
 
-def attention(q, k, v, out, lse, scores, visibility, int threads):
+def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=None, key_starts=None):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
-    as are `scores` and `visibility` (see _arguments.py).
+    as are `scores` and `visibility` (see _arguments.py). With starts[sequences + 1] the arrays' B is 1, and
+    sequences lie one after the other along T and S.
     """
     cdef Attention a
     cdef AttentionScratch layout
     cdef Scratch scratch
     cdef char *workspace
-    cdef Py_ssize_t i, items, merges, each
+    cdef Turn[2] alone
+    cdef Turn *turns = alone
+    cdef Attention *plans = &a
+    cdef const int64_t *q_starts = read_integers(query_starts)
+    cdef const int64_t *k_starts = read_integers(key_starts)
+    cdef bytearray memory
+    cdef double flops = 0
+    cdef Py_ssize_t i, items, merges, each = 0, parts = 0, count = 1
     read_array(q, &a.q)
     read_array(k, &a.k)
     read_array(v, &a.v)
@@ -1197,27 +1303,39 @@ def attention(q, k, v, out, lse, scores, visibility, int threads):
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
     a.group = a.q.shape[2] // a.k.shape[2]
-    threads = team_size(threads, attention_flops(&a))
-    plan_attention(&a, threads)
-    require_attention(&a)
-    items = attention_items(&a)
-    merges = merge_items(&a)
+    if q_starts != NULL:
+        count = len(query_starts) - 1
+        memory = bytearray(count * (sizeof(Attention) + sizeof(Turn)) + sizeof(Turn))
+        plans = <Attention *><char *>memory
+        turns = <Turn *>(plans + count)
+        count = 0
+        for i in range(len(query_starts) - 1):
+            if q_starts[i] < q_starts[i + 1]:
+                plans[count] = sequence_of(&a, q_starts, k_starts, i)
+                count += 1
+    for i in range(count):
+        turns[i].plan = plans + i
+        flops += attention_flops(plans + i)
+    threads = team_size(threads, flops)
+    plan_turns(turns, count, threads, flops)
+    for i in range(count):
+        require_attention(plans + i)
+        parts += parts_size(plans + i)
+        each = max(each, attention_scratch(plans + i, &layout, NULL))
+    items = turns[count].first[ITEMS]
+    merges = turns[count].first[MERGES]
     threads = <int>min(<Py_ssize_t>threads, items)
-    each = attention_scratch(&a, &layout, NULL)
-    scratch = take_scratch(parts_size(&a) + each * threads)
-    a.parts = scratch.data
-    workspace = scratch.data + parts_size(&a)
+    scratch = take_scratch(parts + each * threads)
+    workspace = scratch.data
+    for i in range(count):
+        plans[i].parts = workspace
+        workspace += parts_size(plans + i)
     with nogil, parallel(num_threads=threads):
         for i in prange(items, schedule="dynamic"):
-            attention_item(&a, i, workspace + threadid() * each)
+            item_in_turn(turns, count, i, workspace + threadid() * each)
         for i in prange(merges, schedule="static"):
-            merge_item(&a, i)
+            merge_in_turn(turns, count, i)
     give_scratch(scratch)
-
-
-cdef double attention_flops(const Attention *a) noexcept:
-    return 2.0 * a.q.shape[0] * a.q.shape[1] * a.q.shape[2] * a.k.shape[1] * (
-        a.q.shape[3] + a.v.shape[3])
 
 
 cdef const char *read_vector(object source) except? NULL:
@@ -1335,7 +1453,7 @@ cdef class Block:
             plan_gemm(&kv_gemm, self.w_kv, 1, 3, &qkv[1], threads)
         else:
             plan_gemm(&kv_gemm, self.w_kv, 0, 2, &qkv[1], threads)
-        plan_attention(&a, threads)
+        plan_attention(&a, threads, B)
         require_attention(&a)
         a.parts = carve(&cursor, parts_size(&a))
         plan_gemm(&o_gemm, self.w_o, 0, 1, &z, threads)

@@ -11,10 +11,12 @@ from tileattn import _core
 from tileattn._arguments import (
     Array,
     AttentionArguments,
+    VarlenArguments,
     Window,
     arithmetic_type,
     check_attention,
     check_flag,
+    check_varlen,
 )
 from tileattn.config import resolve_threads
 
@@ -230,9 +232,178 @@ def dot_product_attention(
     return result, lse if a.has_batch else lse[0]
 
 
+@overload
+def varlen_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    is_causal: bool = ...,
+    query_offset: npt.ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    alibi_slopes: npt.ArrayLike | None = ...,
+    sinks: npt.ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    num_threads: int | None = ...,
+) -> Array: ...
+
+
+@overload
+def varlen_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    is_causal: bool = ...,
+    query_offset: npt.ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    alibi_slopes: npt.ArrayLike | None = ...,
+    sinks: npt.ArrayLike | None = ...,
+    return_lse: Literal[True],
+    out: Array | None = ...,
+    num_threads: int | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def varlen_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    is_causal: bool = ...,
+    query_offset: npt.ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    alibi_slopes: npt.ArrayLike | None = ...,
+    sinks: npt.ArrayLike | None = ...,
+    return_lse: bool,
+    out: Array | None = ...,
+    num_threads: int | None = ...,
+) -> Array | tuple[Array, Array]: ...
+
+
+def varlen_attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+    query_offset: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attention of sequences of several lengths, packed one after the other without padding.
+
+    Parameters
+    ----------
+    q : array [total_q, N, H], float32, float64, float16 or bfloat16
+        Queries of all sequences. Any strides, read-only too.
+    k, v : array [total_k, K, H] and [total_k, K, Hv], of q's dtype
+        Keys and values of all sequences.
+    cu_seqlens_q, cu_seqlens_k : int array [B + 1]
+        Sequence b has the queries from ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``, and the keys
+        likewise. The first is 0, the last the total; sequences may be empty.
+    scale, softcap, is_causal, local_window_size, alibi_slopes, sinks
+        As in `dot_product_attention`, in each sequence.
+    query_offset : int or int array [B], optional
+        Absolute position of each sequence's first query among its keys. By default 0; required with
+        `is_causal`, `local_window_size` and `alibi_slopes` where a sequence has not as many queries
+        as keys.
+    return_lse : bool, optional
+        Also return the natural logarithm of the softmax's denominator.
+    out : array [total_q, N, Hv], optional
+        Where to put the result, as in `dot_product_attention`.
+    num_threads : int, optional
+        For this call, by default `get_num_threads()`.
+
+    Returns
+    -------
+    out : array [total_q, N, Hv]
+        Of q's dtype. A row that sees no key is zero.
+    lse : array [total_q, N], only with `return_lse`
+        float64 for float64, else float32. A row that sees no key has -inf, or its head's sink.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `dot_product_attention`; also for starts that decrease or do not span the arrays.
+
+    Notes
+    -----
+    Each sequence gets the bits that `dot_product_attention` gives it alone.
+
+    Examples
+    --------
+    Sequences of 2, 0 and 3 positions:
+
+    >>> import numpy as np, tileattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 2, 8), dtype=np.float32)
+    >>> starts = [0, 2, 2, 5]
+    >>> y = tileattn.varlen_attention(q, k, v, starts, starts, is_causal=True)
+    >>> last = tileattn.dot_product_attention(q[2:], k[2:], v[2:], is_causal=True)
+    >>> np.array_equal(y[2:], last)
+    True
+    """
+    a = check_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        local_window_size=local_window_size,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+    )
+    return_lse = check_flag("return_lse", return_lse)
+    threads = resolve_threads(num_threads)
+    _refuse_what_the_kernels_lack(a)
+    total, N, _ = a.q.shape
+    result = a.out
+    if result is None:
+        result = np.empty((total, N, a.v.shape[2]), a.q.dtype)
+    lse = np.empty((total, N), arithmetic_type(a.q.dtype)) if return_lse else None
+    _core.attention(
+        a.q[None],
+        a.k[None],
+        a.v[None],
+        result[None],
+        None if lse is None else lse[None],
+        a.scores,
+        a.visibility,
+        threads,
+        a.query_starts,
+        a.key_starts,
+    )
+    return result if lse is None else (result, lse)
+
+
 # TODO: goes away with the kernels for them.
-def _refuse_what_the_kernels_lack(a: AttentionArguments) -> None:
+def _refuse_what_the_kernels_lack(a: AttentionArguments | VarlenArguments) -> None:
     if arithmetic_type(a.q.dtype) != a.q.dtype:
-        raise NotImplementedError(
-            f"no kernel has {a.q.dtype} yet; tileattn.reference.dot_product_attention does"
-        )
+        raise NotImplementedError(f"no kernel has {a.q.dtype} yet; tileattn.reference does")

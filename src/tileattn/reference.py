@@ -258,6 +258,7 @@ def dot_product_attention(
     return (y, lse) if return_lse else y
 
 
+@_typed_as(attention.varlen_attention)
 @np.errstate(all="ignore")
 def varlen_attention(
     q: npt.ArrayLike,

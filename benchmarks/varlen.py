@@ -1,0 +1,77 @@
+"""Packed sequences against the same ones padded: `python -m benchmarks.varlen`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+import tileattn
+from benchmarks.arrays import Alignment, Array, empty, normal
+from benchmarks.cells import VARLEN, Varlen
+from benchmarks.report import OURS, Work, rotation, run
+from benchmarks.rounds import Candidate
+
+PADDED = "padded"
+
+
+def prepare(cell: Varlen, alignment: Alignment = "line") -> Work:
+    """Arrays both packed and padded; the padded call also takes its rows out of the padding."""
+    rng = np.random.default_rng(0)
+    key_lengths = np.array(cell.lengths)
+    query_lengths = np.ones_like(key_lengths) if cell.decode else key_lengths
+    q, q_padded, q_starts = _sequences(rng, query_lengths, (cell.N, cell.H), alignment)
+    k, k_padded, k_starts = _sequences(rng, key_lengths, (cell.K, cell.H), alignment)
+    v, v_padded, _ = _sequences(rng, key_lengths, (cell.K, cell.H), alignment)
+    out, out_padded = empty(q.shape, alignment), empty(q_padded.shape, alignment)
+    is_query = np.arange(q_padded.shape[1]) < query_lengths[:, None]
+    options: dict[str, Any] = {"is_causal": cell.causal}
+
+    def ours(threads: int) -> Array:
+        return tileattn.varlen_attention(
+            q, k, v, q_starts, k_starts, out=out, num_threads=threads, **options
+        )
+
+    def padded(threads: int) -> Array:
+        tileattn.dot_product_attention(
+            q_padded,
+            k_padded,
+            v_padded,
+            query_seq_lengths=query_lengths,
+            key_value_seq_lengths=key_lengths,
+            out=out_padded,
+            num_threads=threads,
+            **options,
+        )
+        return out_padded[is_query]
+
+    return Work(
+        cell,
+        {OURS: Candidate(ours), PADDED: Candidate(padded)},
+        exact=lambda: tileattn.reference.varlen_attention(
+            *(a.astype(np.float64) for a in (q, k, v)), q_starts, k_starts, **options
+        ),
+        streams=[(k, v)],
+        turn=rotation(1),
+    )
+
+
+def _sequences(
+    rng: np.random.Generator,
+    lengths: Array,
+    width: tuple[int, int],
+    alignment: Alignment,
+) -> tuple[Array, Array, Array]:
+    """Sequences of those lengths, packed and padded, and where they start."""
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    packed = normal(rng, (int(starts[-1]), *width), alignment)
+    padded = empty((len(lengths), int(lengths.max()), *width), alignment)
+    padded[...] = 0
+    for sequence, (begin, end) in zip(padded, pairwise(starts), strict=True):
+        sequence[: end - begin] = packed[begin:end]
+    return packed, padded, starts
+
+
+if __name__ == "__main__":
+    run(__doc__, VARLEN, prepare, [PADDED])
