@@ -93,6 +93,26 @@ typedef struct ta_attention_tile {
     ptrdiff_t next_stride;
 } ta_attention_tile;
 
+/* Rows of attention over one part of the keys. */
+typedef struct ta_state {
+    const void *out; /* in the storage of the kernel */
+    ptrdiff_t row_stride;
+    ptrdiff_t column_stride;
+    const void *lse; /* natural log, -inf for a row that has seen nothing */
+    ptrdiff_t lse_stride;
+} ta_state;
+
+/* A few rows, from what was found in several parts of the keys. See kernel/merge.inc.h. */
+typedef struct ta_merge_tile {
+    int rows; /* 1 .. vl */
+    ptrdiff_t columns;
+    const ta_state *parts;
+    ptrdiff_t part_count;
+    void *weights; /* [part_count][vl]; written before it is read */
+    void *out;     /* [rows][columns], in the storage of the kernel */
+    void *lse;     /* [rows] */
+} ta_merge_tile;
+
 /* What is done to a row of x + residual. See kernel/norm.inc.h. */
 typedef struct ta_norm {
     ptrdiff_t columns;
@@ -139,6 +159,8 @@ typedef struct ta_kernels {
      * zeros and -inf for a row that has seen no key. The storage is that of dst. */
     void (*finish_row[TA_STORAGES])(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
                                     const void *out, const void *row_max, const void *row_sum);
+    /* The union of disjoint parts of the keys, for a few rows. */
+    void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile);
 
     void (*gemm_tile)(const ta_gemm_tile *tile);
     /* A row that has seen no key: out and row_sum zero, row_max -inf; or a sink, in log2 units, alone. */

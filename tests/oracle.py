@@ -254,6 +254,58 @@ def check_attention(got, q, k, v, **options):
         check(lse, exact_lse, plain_lse, lse_floor, "lse")
 
 
+def merge(parts, precision):
+    """The union of (out, lse) of parts of the keys in `precision` -> out, lse."""
+    lses = np.stack([np.asarray(lse).astype(precision) for _, lse in parts])
+    top = lses.max(axis=0)
+    weights = np.exp(lses - np.where(top == -np.inf, 0, top))
+    total = weights.sum(axis=0)
+    weights = weights / np.where(total == 0, 1, total)
+    terms = [
+        np.where(weight[..., None] == 0, 0, weight[..., None] * np.asarray(out).astype(precision))
+        for (out, _), weight in zip(parts, weights, strict=True)
+    ]
+    with np.errstate(divide="ignore"):
+        return sum(terms), np.where(total == 0, -np.inf, top + np.log(total))
+
+
+def check_merge(got, parts):
+    """Refuses a union of parts whose error rounding does not explain.
+
+    The difference of two LSE is off by eps of itself, and so is the exponent of a weight, thrice
+    with the conversion to powers of two; a weight is off by some eps for the exponential, the sum
+    of weights and its inverse, one for each part; and a product and a sum by one each.
+    """
+    (out, lse), dtype = got, np.asarray(parts[0][0]).dtype.newbyteorder("=")
+    exact, exact_lse = merge(parts, higher(dtype))
+    plain, plain_lse = merge(parts, arithmetic(dtype))
+    eps = float(np.finfo(arithmetic(dtype)).eps)
+    lses = np.stack([np.asarray(x).astype(np.float64) for _, x in parts])
+    top = lses.max(axis=0)
+    seen = lses != -np.inf
+    below = np.where(seen, np.where(top == -np.inf, 0, top) - lses, 0)
+    weights = np.where(seen, np.exp(-below), 0)
+    weights = weights / np.where(top == -np.inf, 1, weights.sum(axis=0))
+    sizes = [
+        np.where(some[..., None], np.abs(np.asarray(y).astype(np.float64)), 0)
+        for (y, _), some in zip(parts, seen, strict=True)
+    ]
+    off = (weights * below).sum(axis=0)  # what the sum of weights is off by
+    floor = sum(
+        (weight * (3 * (below_one + off) + 4 + 2 * len(parts)))[..., None] * size
+        for weight, below_one, size in zip(weights, below, sizes, strict=True)
+    )
+    floor = eps * (floor + float(np.finfo(arithmetic(dtype)).tiny) * sum(sizes))
+    if dtype.name in HALF_ROUNDING:
+        relative, absolute = HALF_ROUNDING[dtype.name]
+        floor = floor * (1 + relative) + relative * np.abs(exact) + absolute
+    assert out.dtype == dtype
+    assert lse.dtype == arithmetic(dtype)
+    check(np.asarray(out).astype(arithmetic(dtype)), exact, plain, floor, "out")
+    size = np.where(top == -np.inf, 0, np.abs(top))
+    check(lse, exact_lse, plain_lse, eps * (size + 3 * off + 2 + len(parts)), "lse")
+
+
 def check(got, exact, plain, floor, what="result"):
     """Each error at most twice the largest of the plain evaluation's row (last axis), and floor."""
     assert got.shape == exact.shape, f"{what}: shape {got.shape}, expected {exact.shape}"

@@ -24,7 +24,7 @@ The layers; calls go down only::
 """
 
 from tileattn import cost, reference
-from tileattn.attention import dot_product_attention, varlen_attention
+from tileattn.attention import dot_product_attention, merge_states, varlen_attention
 from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, attention_block
 from tileattn.config import (
     available_isas,
@@ -51,6 +51,7 @@ __all__ = [
     "dot_product_attention",
     "get_num_threads",
     "isa",
+    "merge_states",
     "reference",
     "set_num_threads",
     "show_config",

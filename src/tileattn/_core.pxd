@@ -66,6 +66,22 @@ cdef extern from "tileattn.h" nogil:
         const void *next
         Py_ssize_t next_stride
 
+    ctypedef struct ta_state:
+        const void *out
+        Py_ssize_t row_stride
+        Py_ssize_t column_stride
+        const void *lse
+        Py_ssize_t lse_stride
+
+    ctypedef struct ta_merge_tile:
+        int rows
+        Py_ssize_t columns
+        const ta_state *parts
+        Py_ssize_t part_count
+        void *weights
+        void *out
+        void *lse
+
     ctypedef struct ta_norm:
         Py_ssize_t columns
         int normalize
@@ -101,6 +117,7 @@ cdef extern from "tileattn.h" nogil:
         void (*finish_row[TA_STORAGES])(void *dst, Py_ssize_t column_stride, Py_ssize_t columns,
                                         void *lse, const void *out, const void *row_max,
                                         const void *row_sum) noexcept nogil
+        void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum,
                           double sink) noexcept nogil

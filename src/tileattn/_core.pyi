@@ -37,6 +37,14 @@ def attention(
     query_starts: _Integers | None = None,
     key_starts: _Integers | None = None,
 ) -> None: ...
+def merge_states(
+    outs: list[_Array],
+    lses: list[_Array],
+    out: _Array,
+    lse: _Array,
+    dtype: str,
+    threads: int,
+) -> None: ...
 
 class Block:
     nbytes: int

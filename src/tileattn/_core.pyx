@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The loops: which tile is worked on when, and by which thread.
 
-Four operations, each a plan (a struct that says what to do and in how many independent work items)
+Five operations, each a plan (a struct that says what to do and in how many independent work items)
 and one function that does an item, its loops in textbook order:
 
     gemm_item        C = A B + bias         a block of rows times a range of packed panels
     attention_item   softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
+    merge_states_item   the union of parts of the keys, a block of rows
     norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
     rope_item        RoPE(Q)                a block of rows, each all heads of a position
 
@@ -990,6 +991,55 @@ cdef Attention sequence_of(const Attention *packed, const int64_t *query_starts,
     return one
 
 
+# ------------------------------------------------------------------ merging by the LSE
+
+cdef struct Merge:
+    const ta_kernels *kernels
+    int storage            # of the values
+    Py_ssize_t part_count
+    const Array *outs      # [part_count] of [I, J, L, Hv]
+    const Array *lses      # [part_count] of [I, J, L]
+    char *out              # [I, J, L, Hv], contiguous
+    char *lse
+
+
+cdef Py_ssize_t merge_scratch(const Merge *m, char *memory, ta_state **parts,
+                              char **weights) noexcept nogil:
+    """Lays out a thread's scratch from `memory` on; returns its size in bytes."""
+    cdef uintptr_t cursor = <uintptr_t>memory
+    parts[0] = <ta_state *>carve(&cursor, m.part_count * sizeof(ta_state))
+    weights[0] = carve(&cursor, m.part_count * m.kernels.vl * m.kernels.itemsize)
+    return cursor - <uintptr_t>memory
+
+
+cdef void merge_states_item(const Merge *m, Py_ssize_t item, Py_ssize_t items, char *memory) noexcept nogil:
+    cdef const Array *first = m.outs
+    cdef Py_ssize_t J = first.shape[1], L = first.shape[2], rows = first.shape[0] * J * L
+    cdef Py_ssize_t lse_size = m.kernels.itemsize
+    cdef Py_ssize_t size = lse_size if m.storage == TA_REAL else 2
+    cdef Py_ssize_t row = item * rows // items, end = (item + 1) * rows // items, i, j, at, p
+    cdef ta_merge_tile t
+    cdef ta_state *parts
+    cdef char *weights
+    merge_scratch(m, memory, &parts, &weights)
+    t.columns = first.shape[3]
+    t.parts = parts
+    t.part_count = m.part_count
+    t.weights = weights
+    while row < end:                        # as many rows of the last axis as a vector has lanes
+        i = row // (J * L)
+        j = row // L % J
+        at = row % L
+        t.rows = <int>min(<Py_ssize_t>m.kernels.vl, min(L - at, end - row))
+        for p in range(m.part_count):
+            parts[p] = ta_state(at3(m.outs + p, i, j, at, size), m.outs[p].stride[2], m.outs[p].stride[3],
+                                at3(m.lses + p, i, j, at, lse_size), m.lses[p].stride[2])
+        t.out = m.out + row * t.columns * size
+        t.lse = m.lse + row * lse_size
+        m.kernels.merge_states[m.storage](&t)
+        row = row + t.rows
+
+
 # ------------------------------------------------------------------ rotary position embedding
 
 cdef struct Rope:
@@ -1060,6 +1110,7 @@ def kernel_table(str dtype):
         "pack_columns": [<uintptr_t>k.pack_columns[i] for i in range(TA_STORAGES)],
         "load_row": [<uintptr_t>k.load_row[i] for i in range(TA_STORAGES)],
         "finish_row": [<uintptr_t>k.finish_row[i] for i in range(TA_STORAGES)],
+        "merge_states": [<uintptr_t>k.merge_states[i] for i in range(TA_STORAGES)],
         "gemm_tile": <uintptr_t>k.gemm_tile,
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
@@ -1335,6 +1386,42 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
             item_in_turn(turns, count, i, workspace + threadid() * each)
         for i in prange(merges, schedule="static"):
             merge_in_turn(turns, count, i)
+    give_scratch(scratch)
+
+
+def merge_states(list outs, list lses, out, lse, str dtype, int threads):
+    """The union of parts of the keys: outs [I, J, L, Hv] with lses [I, J, L] into `out` and `lse`.
+
+    Values of the dtype float16 or bfloat16 come as uint16, since the latter have no buffer. `out` and `lse`
+    are contiguous. All is checked by the caller.
+    """
+    cdef Merge m
+    cdef Array written
+    cdef ta_state *parts
+    cdef char *weights
+    cdef Scratch scratch
+    cdef Py_ssize_t i, items, each
+    cdef bytearray memory = bytearray(2 * len(outs) * sizeof(Array))
+    cdef Array *arrays = <Array *><char *>memory
+    m.kernels = kernels_for(lse.itemsize)
+    m.storage = TA_F16 if dtype == "float16" else TA_BF16 if dtype == "bfloat16" else TA_REAL
+    m.part_count = len(outs)
+    m.outs = arrays
+    m.lses = arrays + m.part_count
+    for i in range(m.part_count):
+        read_array(outs[i], arrays + i)
+        read_array(lses[i], arrays + m.part_count + i)
+    read_array(out, &written, True)
+    m.out = written.data
+    read_array(lse, &written, True)
+    m.lse = written.data
+    threads = team_size(threads, 8.0 * m.part_count * (out.size + lse.size))
+    items = min(<Py_ssize_t>threads, lse.size)
+    threads = <int>items
+    each = merge_scratch(&m, NULL, &parts, &weights)
+    scratch = take_scratch(each * max(<Py_ssize_t>1, items))
+    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+        merge_states_item(&m, i, items, scratch.data + i * each)
     give_scratch(scratch)
 
 

@@ -16,7 +16,9 @@ from tileattn._arguments import (
     arithmetic_type,
     check_attention,
     check_flag,
+    check_states,
     check_varlen,
+    is_half,
 )
 from tileattn.config import resolve_threads
 
@@ -401,6 +403,88 @@ def varlen_attention(
         a.key_starts,
     )
     return result if lse is None else (result, lse)
+
+
+def merge_states(
+    out_a: npt.ArrayLike,
+    lse_a: npt.ArrayLike,
+    out_b: npt.ArrayLike,
+    lse_b: npt.ArrayLike,
+    *more: npt.ArrayLike,
+    num_threads: int | None = None,
+) -> tuple[Array, Array]:
+    """Merge attention over parts of the keys into attention over all of them.
+
+    Parameters
+    ----------
+    out_a, out_b : array [..., Hv], float32, float64, float16 or bfloat16
+        Attention over two parts of the keys. Any strides.
+    lse_a, lse_b : array [...]
+        The log-sum-exp of each, float64 for float64, else float32. A row with -inf has seen
+        nothing, and its out is not looked at.
+    *more
+        Further parts: out, lse, out, lse, ... All are read once.
+    num_threads : int, optional
+        For this call, by default `get_num_threads()`.
+
+    Returns
+    -------
+    out : array [..., Hv]
+        Of out_a's dtype. Zero where no part has seen anything.
+    lse : array [...]
+        Of lse_a's dtype; -inf there.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where dtypes or shapes do not fit together, and for an odd number of arrays.
+
+    Notes
+    -----
+    A sink is part of the LSE: give it to the call for one part only, or it counts several times.
+
+    Examples
+    --------
+    >>> import numpy as np, tileattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 9, 2, 8), dtype=np.float32)
+    >>> def part(keys):
+    ...     return tileattn.dot_product_attention(q, k[:, keys], v[:, keys], return_lse=True)
+    >>> out, lse = tileattn.merge_states(*part(slice(5)), *part(slice(5, None)))
+    >>> np.allclose(out, tileattn.dot_product_attention(q, k, v), atol=1e-6)
+    True
+    """
+    parts = check_states(out_a, lse_a, out_b, lse_b, more)
+    threads = resolve_threads(num_threads)
+    dtype, lse_dtype = (array.dtype for array in parts[0])
+    out, lse = np.empty(parts[0][0].shape, dtype), np.empty(parts[0][1].shape, lse_dtype)
+    stored = np.dtype(np.uint16) if is_half(dtype) else dtype
+    _merge(
+        [part.view(stored) for part, _ in parts],
+        [part for _, part in parts],
+        out.view(stored),
+        lse,
+        dtype.name,
+        threads,
+    )
+    return out, lse
+
+
+def _merge(
+    outs: list[Array], lses: list[Array], out: Array, lse: Array, dtype: str, threads: int
+) -> None:
+    """The loops have three axes of rows: contiguous ones become one, more are taken apart."""
+    if all(array.flags.c_contiguous for array in (*outs, *lses)):
+        rows = (1, 1, lse.size)
+        outs = [array.reshape(*rows, out.shape[-1]) for array in outs]
+        lses = [array.reshape(rows) for array in lses]
+    elif out.ndim > 4:
+        for i in range(len(out)):
+            _merge([y[i] for y in outs], [x[i] for x in lses], out[i], lse[i], dtype, threads)
+        return
+    else:
+        missing = (None,) * (4 - out.ndim)
+        outs, lses = [array[missing] for array in outs], [array[missing] for array in lses]
+    _core.merge_states(outs, lses, out, lse, dtype, threads)
 
 
 # TODO: goes away with the kernels for them.

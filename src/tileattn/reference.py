@@ -357,6 +357,7 @@ def merge_states(
     out_b: npt.ArrayLike,
     lse_b: npt.ArrayLike,
     *more: npt.ArrayLike,
+    num_threads: int | None = None,
 ) -> tuple[Array, Array]:
     """Merge attention over parts of the keys into attention over all of them.
 
@@ -368,6 +369,8 @@ def merge_states(
         The log-sum-exp of each. A row with -inf has seen nothing, and its out is not looked at.
     *more
         Further parts: out, lse, out, lse, ...
+    num_threads : int, optional
+        Accepted as in :func:`dot_product_attention`; NumPy decides.
 
     Returns
     -------
@@ -394,6 +397,7 @@ def merge_states(
     True
     """
     parts = check_states(out_a, lse_a, out_b, lse_b, more)
+    resolve_threads(num_threads)
     outs = [_float64(out) for out, _ in parts]
     lses = np.stack([_float64(lse) for _, lse in parts])
     max_lse = lses.max(axis=0)

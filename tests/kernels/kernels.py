@@ -78,6 +78,28 @@ class AttentionTile(Structure):
     )
 
 
+class State(Structure):
+    _fields_ = (
+        ("out", c_void_p),
+        ("row_stride", c_ssize_t),
+        ("column_stride", c_ssize_t),
+        ("lse", c_void_p),
+        ("lse_stride", c_ssize_t),
+    )
+
+
+class MergeTile(Structure):
+    _fields_ = (
+        ("rows", c_int),
+        ("columns", c_ssize_t),
+        ("parts", c_void_p),
+        ("part_count", c_ssize_t),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+    )
+
+
 class Norm(Structure):
     _fields_ = (
         ("columns", c_ssize_t),
@@ -104,6 +126,7 @@ PROTOTYPES = {
     "pack_rows": (None, c_void_p, POINTER(c_void_p), c_int, c_ssize_t, c_ssize_t),
     "pack_columns": (None, c_void_p, c_void_p, *[c_ssize_t] * 5, c_double),
     "load_row": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t),
+    "merge_states": (None, POINTER(MergeTile)),
     "gemm_tile": (None, POINTER(GemmTile)),
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),

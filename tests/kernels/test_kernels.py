@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, Norm, Rope
+from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, MergeTile, Norm, Rope, State
 
 HEADER = Path(__file__).parents[2] / "csrc" / "tileattn.h"
 C_TYPES = {"int": c_int, "ptrdiff_t": c_ssize_t, "double": c_double}
@@ -25,6 +25,8 @@ def struct_body(name):
     [
         ("ta_gemm_tile", GemmTile),
         ("ta_attention_tile", AttentionTile),
+        ("ta_state", State),
+        ("ta_merge_tile", MergeTile),
         ("ta_norm", Norm),
         ("ta_rope", Rope),
     ],
@@ -49,6 +51,6 @@ def test_storages(kernels):
     own = {kernels.dtype}
     narrow = {np.dtype(bfloat16), np.dtype(np.float16)}
     stored = own | narrow if kernels.dtype == np.float32 else own
-    for name in ("pack_rows", "pack_columns", "finish_row"):
+    for name in ("pack_rows", "pack_columns", "finish_row", "merge_states"):
         assert set(getattr(kernels, name)) == stored
     assert set(kernels.load_row) == narrow | {np.dtype(np.float32), np.dtype(np.float64)}
