@@ -167,6 +167,10 @@ typedef struct ta_kernels {
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum, double sink);
     void (*weigh_tile)(const ta_attention_tile *tile);
     void (*weigh_few)(const ta_attention_tile *tile);
+    /* After weigh_tile: the weights relative to starts[rows], from which row_max set out. */
+    void (*settle_weights)(const ta_attention_tile *tile, const void *starts);
+    /* dst[j] += the sum of src[i * row_stride + j] for i < rows, j < columns, a multiple of vl. */
+    void (*add_rows)(void *dst, const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
     void (*value_tile)(const ta_attention_tile *tile);
     /* key_bias of the keys [*key_begin, *key_end) of a block, in whole panels, from the bias and the mask
      * of a row that stands for all. Narrows the range to the keys that are not hidden at its ends; returns

@@ -196,6 +196,17 @@ def attention(q, k, v, precision, **options):
     return s.out.swapaxes(1, 2), s.lse.swapaxes(1, 2)
 
 
+def score_errors(s, **options):
+    """[B, N, T, S]: by how many units of rounding each score may be off; see attention_floor."""
+    of_score = np.sqrt(s.q.shape[-1]) * s.scale * np.sqrt((s.q**2) @ (s.k**2))
+    if options.get("softcap") is not None:
+        slope = 1 - (s.capped / options["softcap"]) ** 2
+        of_score = slope * (of_score + 2 * np.abs(s.scaled)) + 3 * np.abs(s.capped)
+    if options.get("bias") is not None or options.get("alibi_slopes") is not None:
+        of_score = of_score + np.abs(s.capped) + 4 * s.added
+    return of_score
+
+
 @remember
 def attention_floor(q, k, v, dtype, **options):
     """What rounding to dtype may cost each row of out, and of the LSE: two arrays [B, T, N].
@@ -207,16 +218,10 @@ def attention_floor(q, k, v, dtype, **options):
     is added is rounded, scaled and summed. A sink is rounded like a maximum.
     """
     s = evaluate(q, k, v, np.float64, **options)
-    H, S = s.k.shape[2:]
+    S = s.k.shape[3]
     eps = float(np.finfo(arithmetic(dtype)).eps)
     seen = s.weight > 0
-    of_score = np.sqrt(H) * s.scale * np.sqrt((s.q**2) @ (s.k**2))
-    if options.get("softcap") is not None:
-        slope = 1 - (s.capped / options["softcap"]) ** 2
-        of_score = slope * (of_score + 2 * np.abs(s.scaled)) + 3 * np.abs(s.capped)
-    if options.get("bias") is not None or options.get("alibi_slopes") is not None:
-        of_score = of_score + np.abs(s.capped) + 4 * s.added
-    of_score = np.where(seen, of_score, 0).max(axis=-1, initial=0)
+    of_score = np.where(seen, score_errors(s, **options), 0).max(axis=-1, initial=0)
     size = np.abs(np.where(seen, s.score, 0)).max(axis=-1, initial=0)
     size = np.maximum(size, np.where(s.sink == -np.inf, 0, np.abs(s.sink)))
     of_sum = np.sqrt(S)
@@ -252,6 +257,44 @@ def check_attention(got, q, k, v, **options):
     if lse is not None:
         assert lse.dtype == arithmetic(dtype)
         check(lse, exact_lse, plain_lse, lse_floor, "lse")
+
+
+def check_weights(got, q, k, lse, *, rows=None, reduce=None, **options):
+    """Refuses weights exp(score - lse), or sums of them, whose error rounding does not explain.
+
+    A weight is off by what its score is, by two units of the score and of the LSE for the scale and
+    the conversion to powers of two, and by some for the exponential. The products may be summed on
+    top of the LSE and what is added, so each of the H additions rounds at their size. A sum of n
+    weights is off by gamma(n) as well.
+    """
+    dtype = np.asarray(q).dtype.newbyteorder("=")
+    if np.ndim(q) == 3:
+        q, k, lse, got = q[None], k[None], lse[None], got[None]
+    t = np.arange(q.shape[1]) if rows is None else np.asarray(rows, int)
+    axis = {None: (), "queries": 2, "keys": 3}[reduce]
+
+    def weights(precision):
+        s = evaluate(q, k, np.zeros((*k.shape[:3], 1)), precision, **options)
+        start = np.asarray(lse).astype(precision).swapaxes(1, 2)[..., None]
+        blind = (s.score == -np.inf) | (start == -np.inf)
+        w = np.exp(np.where(blind, 0, s.score) - np.where(blind, 0, start))
+        return s, np.where(blind, 0, w)[:, :, t]
+
+    s, exact = weights(higher(dtype))
+    _, plain = weights(arithmetic(dtype))
+    eps = float(np.finfo(arithmetic(dtype)).eps)
+    seen = s.score != -np.inf
+    size = np.abs(np.where(seen, s.score, 0)) + np.abs(
+        np.where(lse == -np.inf, 0, lse).swapaxes(1, 2)[..., None].astype(np.float64)
+    )
+    H = s.q.shape[-1]
+    units = np.where(seen, score_errors(s, **options) + np.sqrt(H) * s.added, 0)
+    units = units + (2 + np.sqrt(H)) * size + 4
+    floor = eps * exact * units[:, :, t] + float(np.finfo(arithmetic(dtype)).tiny)
+    count = {None: 0, "queries": len(t), "keys": k.shape[1]}[reduce]
+    floor = floor.sum(axis=axis) + gamma(count, arithmetic(dtype)) * exact.sum(axis=axis)
+    assert got.dtype == arithmetic(dtype)
+    check(got, exact.sum(axis=axis), plain.sum(axis=axis), floor, "weights")
 
 
 def merge(parts, precision):

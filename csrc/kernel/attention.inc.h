@@ -4,6 +4,8 @@
  *   weigh_tile     weights[i][j] = 2^(q_i . k_j - row_max_i), 0 where unseen; row_sum += weights;
  *   weigh_few      raises row_max where it must; the second for keys as they lie in memory
  *   value_tile     out[i] += weights[i] . v
+ *   settle_weights for weights without values: relative to what row_max was, whatever has raised it
+ *   add_rows       their sums over rows
  *   merge_row      the union of two disjoint parts of the keys
  *   finish_row     out / row_sum, and the LSE
  *
@@ -439,6 +441,35 @@ static void TA_NAME(value_tile)(const ta_attention_tile *t)
 }
 #undef TA_INSTANCE
 #undef TA_ENTRY
+
+/* Weights relative to what the rows started from: takes back what raise_rows has done meanwhile. */
+static void TA_NAME(settle_weights)(const ta_attention_tile *t, const void *starts)
+{
+    for (int i = 0; i < t->rows; i++) {
+        real *row_max = (real *)t->row_max + i, start = ((const real *)starts)[i];
+        if (*row_max == start || start != start)
+            continue;
+        vec factor = vec_all((real)exp2((double)*row_max - start));
+        *row_max = start;
+        real *weights = (real *)t->weights + i * t->weight_stride;
+        for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < t->key_end; j += TA_VL)
+            vec_store(weights + j, vec_load(weights + j) * factor);
+        real *sum = (real *)t->row_sum + i * TA_VL;
+        vec_store(sum, vec_load(sum) * factor);
+    }
+}
+
+/* dst[j] += the sum of src[i * row_stride + j] over the rows. */
+static void TA_NAME(add_rows)(void *dst, const void *src, ptrdiff_t rows, ptrdiff_t columns,
+                              ptrdiff_t row_stride)
+{
+    for (ptrdiff_t j = 0; j < columns; j += TA_VL) {
+        vec sum = vec_all(0);
+        for (ptrdiff_t i = 0; i < rows; i++)
+            sum += vec_load((const real *)src + i * row_stride + j);
+        vec_store((real *)dst + j, vec_load((real *)dst + j) + sum);
+    }
+}
 
 static void TA_NAME(start_row)(void *out_, ptrdiff_t columns, void *row_max, void *row_sum, double sink)
 {

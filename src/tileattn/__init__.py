@@ -24,7 +24,12 @@ The layers; calls go down only::
 """
 
 from tileattn import cost, reference
-from tileattn.attention import dot_product_attention, merge_states, varlen_attention
+from tileattn.attention import (
+    attention_weights,
+    dot_product_attention,
+    merge_states,
+    varlen_attention,
+)
 from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, attention_block
 from tileattn.config import (
     available_isas,
@@ -46,6 +51,7 @@ __all__ = [
     "RopeScaling",
     "apply_rope",
     "attention_block",
+    "attention_weights",
     "available_isas",
     "cost",
     "dot_product_attention",

@@ -123,6 +123,9 @@ cdef extern from "tileattn.h" nogil:
                           double sink) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil
         void (*weigh_few)(const ta_attention_tile *tile) noexcept nogil
+        void (*settle_weights)(const ta_attention_tile *tile, const void *starts) noexcept nogil
+        void (*add_rows)(void *dst, const void *src, Py_ssize_t rows, Py_ssize_t columns,
+                         Py_ssize_t row_stride) noexcept nogil
         void (*value_tile)(const ta_attention_tile *tile) noexcept nogil
         int (*load_key_options)(void *key_bias, const ta_score_options *options, const ta_score_row *row,
                                 Py_ssize_t key_start, Py_ssize_t *key_begin,

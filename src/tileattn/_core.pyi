@@ -37,6 +37,17 @@ def attention(
     query_starts: _Integers | None = None,
     key_starts: _Integers | None = None,
 ) -> None: ...
+def attention_weights(
+    q: _Array,
+    k: _Array,
+    lse: _Array,
+    out: _Array,
+    scores: Scores,
+    visibility: Visibility,
+    rows: _Integers | None,
+    summed: str | None,
+    threads: int,
+) -> None: ...
 def merge_states(
     outs: list[_Array],
     lses: list[_Array],

@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The loops: which tile is worked on when, and by which thread.
 
-Five operations, each a plan (a struct that says what to do and in how many independent work items)
+Six operations, each a plan (a struct that says what to do and in how many independent work items)
 and one function that does an item, its loops in textbook order:
 
     gemm_item        C = A B + bias         a block of rows times a range of packed panels
     attention_item   softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
+    weights_item     exp(Q K^T - LSE)       the same, or a block of keys under all rows
     merge_states_item   the union of parts of the keys, a block of rows
     norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
     rope_item        RoPE(Q)                a block of rows, each all heads of a position
@@ -22,6 +23,7 @@ from cpython.buffer cimport (
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport qsort
+from libc.string cimport memcpy, memset
 
 cdef extern from "omp.h" nogil:
     int omp_get_max_threads() noexcept
@@ -352,6 +354,12 @@ cdef void norm_item(const Norm *n, Py_ssize_t item, Py_ssize_t items) noexcept n
 
 # ------------------------------------------------------------------ softmax(Q K^T) V
 
+cdef enum Sum:
+    OVER_NOTHING
+    OVER_QUERIES
+    OVER_KEYS
+
+
 cdef struct Attention:
     const ta_kernels *kernels
     Array q                # [B, T, N, H]
@@ -374,6 +382,9 @@ cdef struct Attention:
     const char *slopes     # [B, N], or NULL
     const char *sinks      # [N], or NULL
     Py_ssize_t group       # G
+    Array weights          # [B, N, T, S], or without the axis summed over; data is NULL for attention
+    Sum weights_sum        # weights are relative to lse then, and there are no values
+    const int64_t *positions   # [T] of the query rows, counted from row 0, or NULL for 0, 1, 2, ...
     # The plan: an item is some K/V heads, a tile of their rows, and all chunks of the keys or one.
     bint few               # rows: keys and values are read as they lie, for all heads of an item at once
     bint k_in_place
@@ -417,6 +428,9 @@ cdef struct AttentionScratch:
     Py_ssize_t *last
     ta_score_row *score_rows   # of all heads of the item
     Seen *seen             # of each register tile
+    Py_ssize_t first_row   # of the item's, among the stacked rows
+    char *weights_from     # of all rows, what their scores are relative to
+    char *weights_sum      # [G][TA_KEY_BLOCK], over queries
 
 
 cdef Py_ssize_t chunk_begin(Py_ssize_t chunk) noexcept nogil:
@@ -525,6 +539,8 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.score_rows = <ta_score_row *>carve(&cursor, states * sizeof(ta_score_row) if a.score_rows else 0)
     s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
+    s.weights_from = carve(&cursor, rows * itemsize if a.weights.data != NULL else 0)
+    s.weights_sum = carve(&cursor, a.group * TA_KEY_BLOCK * itemsize if a.weights.data != NULL else 0)
     return cursor - <uintptr_t>memory
 
 
@@ -563,23 +579,28 @@ cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
     return x.data + (i * x.stride[0] + j * x.stride[1] + l * x.stride[2]) * itemsize
 
 
+cdef inline Py_ssize_t position_of(const Attention *a, Py_ssize_t t) noexcept nogil:
+    return t if a.positions == NULL else a.positions[t]
+
+
 cdef void see_keys(const Attention *a, Py_ssize_t b, Py_ssize_t row, Py_ssize_t rows,
                    Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
     """The keys that stacked rows [row, row + rows) see: first[i] <= position < last[i]."""
-    cdef Py_ssize_t i = 0, t = row // a.group, next_t = a.group - row % a.group, begin, end
+    cdef Py_ssize_t i = 0, t = row // a.group, next_t = a.group - row % a.group, begin, end, position
     cdef Py_ssize_t length = a.k.shape[1] if a.key_lengths == NULL else a.key_lengths[b]
     cdef Py_ssize_t offset = 0 if a.query_offset == NULL else a.query_offset[b]
-    cdef Py_ssize_t queries = a.q.shape[1] if a.query_lengths == NULL else a.query_lengths[b]
+    cdef Py_ssize_t queries = PY_SSIZE_T_MAX if a.query_lengths == NULL else a.query_lengths[b]
     while i < rows:
+        position = position_of(a, t) + offset
         begin = 0
         end = length
         if a.causal:
-            end = min(end, t + offset + 1)
+            end = min(end, position + 1)
         if a.left >= 0:
-            begin = max(begin, t + offset - a.left)
+            begin = max(begin, position - a.left)
         if a.right >= 0:
-            end = min(end, t + offset + a.right + 1)
-        if t >= queries:
+            end = min(end, position + a.right + 1)
+        if position_of(a, t) >= queries:
             end = 0
         while i < min(next_t, rows):
             first[i] = begin
@@ -656,13 +677,48 @@ cdef void read_score_rows(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_
     cdef Py_ssize_t i, n, t, offset = 0 if a.query_offset == NULL else a.query_offset[b]
     for i in range(rows):
         n = head * a.group + (row + i) % a.group
-        t = (row + i) // a.group
+        t = position_of(a, (row + i) // a.group)
         to[i].mask = NULL if a.mask_of_keys else per_row(&a.mask, b, n, t, 1)
         to[i].bias = NULL if a.bias_of_keys else per_row(&a.bias, b, n, t, a.bias_itemsize)
         to[i].slope = 0
         if a.slopes != NULL:
             to[i].slope = number_at(a, a.slopes, b * a.q.shape[2] + n) * LOG2_E
         to[i].position = t + offset
+
+
+cdef void take_weights(const Attention *a, const AttentionScratch *s, const ta_attention_tile *t,
+                       Py_ssize_t b, Py_ssize_t head, Py_ssize_t row) noexcept nogil:
+    """What becomes of the weights of a register tile, whose rows start at `row` of the item's."""
+    cdef const ta_kernels *kernels = a.kernels
+    cdef Py_ssize_t itemsize = kernels.itemsize, G = a.group, nr = kernels.attention_nr
+    cdef Py_ssize_t begin = t.key_begin // nr * nr, end = round_up(t.key_end, nr), i, g, of_all
+    cdef const char *weights
+    kernels.settle_weights(t, s.weights_from + row * itemsize)
+    if a.weights_sum == OVER_QUERIES:
+        for g in range(min(G, <Py_ssize_t>t.rows)):
+            of_all = s.first_row + row + g
+            kernels.add_rows(
+                s.weights_sum + (of_all % G * TA_KEY_BLOCK + begin) * itemsize,
+                <const char *>t.weights + (g * t.weight_stride + begin) * itemsize,
+                ceil_div(t.rows - g, G), end - begin, G * t.weight_stride)
+    elif a.weights_sum == OVER_NOTHING:
+        for i in range(t.rows):
+            of_all = s.first_row + row + i
+            weights = <const char *>t.weights + (i * t.weight_stride + t.key_begin) * itemsize
+            write_numbers(
+                at3(&a.weights, b, head * G + of_all % G, of_all // G, itemsize)
+                + (t.key_start + t.key_begin) * a.weights.stride[3] * itemsize,
+                a.weights.stride[3], weights, t.key_end - t.key_begin, itemsize)
+
+
+cdef void write_numbers(char *to, Py_ssize_t stride, const char *numbers, Py_ssize_t count,
+                        Py_ssize_t itemsize) noexcept nogil:
+    cdef Py_ssize_t i
+    if stride == 1:
+        memcpy(to, numbers, count * itemsize)
+        return
+    for i in range(count):
+        memcpy(to + i * stride * itemsize, numbers + i * itemsize, itemsize)
 
 
 cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
@@ -770,6 +826,9 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                         t.next_stride = a.k.stride[1]
                 else:
                     kernels.weigh_tile(&t)
+                if a.weights.data != NULL:
+                    take_weights(a, s, &t, b, head, row)
+                    continue
                 if some_hidden and values_finite < 0:
                     at = key_begin * t.v_stride * itemsize
                     values_finite = kernels.all_finite(<const char *>v + at, key_end - key_begin,
@@ -839,6 +898,96 @@ cdef void finish_rows(const Attention *a, const State *state, Py_ssize_t b, Py_s
             t = t + 1
 
 
+cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
+                        Py_ssize_t rows) noexcept nogil:
+    """Has the scores of an item's rows start from minus their LSE. Rows without one see nothing."""
+    cdef Py_ssize_t i, t, n, itemsize = a.kernels.itemsize, vl = a.kernels.vl
+    cdef double lse
+    for i in range(rows):
+        t = (s.first_row + i) // a.group
+        n = head * a.group + (s.first_row + i) % a.group
+        lse = number_at(a, at3(&a.lse, b, t, n, itemsize), 0)
+        if lse == MINUS_INFINITY:
+            lse = 0
+            s.first[i] = s.last[i] = 0
+        a.kernels.start_row(NULL, 0, s.first_chunk.row_max + i * itemsize,
+                            s.first_chunk.row_sum + i * vl * itemsize, lse * LOG2_E)
+    memset(s.first_chunk.row_sum, 0, rows * vl * itemsize)
+    memcpy(s.weights_from, s.first_chunk.row_max, rows * itemsize)
+
+
+cdef void finish_weights(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
+                         Py_ssize_t rows) noexcept nogil:
+    """Writes the sums of the weights of an item's rows over the keys."""
+    cdef Py_ssize_t i, j, t, n, itemsize = a.kernels.itemsize, vl = a.kernels.vl
+    cdef double total
+    cdef char *to
+    for i in range(rows):
+        t = (s.first_row + i) // a.group
+        n = head * a.group + (s.first_row + i) % a.group
+        total = 0
+        for j in range(vl):
+            total = total + number_at(a, s.first_chunk.row_sum, i * vl + j)
+        to = at3(&a.weights, b, n, t, itemsize)
+        if itemsize == 4:
+            (<float *>to)[0] = <float>total
+        else:
+            (<double *>to)[0] = total
+
+
+cdef Py_ssize_t weights_items(const Attention *a) noexcept nogil:
+    return a.q.shape[0] * a.k.shape[2] * (
+        ceil_div(a.k.shape[1], TA_KEY_BLOCK) if a.weights_sum == OVER_QUERIES else a.tiles)
+
+
+cdef void weights_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
+    """Weights of one K/V head: of a tile of rows, or, for sums over queries, of a block of keys."""
+    cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2], S = a.k.shape[1], G = a.group
+    cdef Py_ssize_t parts = weights_items(a) // (a.q.shape[0] * K), part = item % parts
+    cdef Py_ssize_t b = item // parts // K, head = item // parts % K, itemsize = a.kernels.itemsize
+    cdef Py_ssize_t tile = part, tile_end = part + 1, key_begin = 0, key_end = S, rows, begin, end, g
+    cdef AttentionScratch s
+
+    attention_scratch(a, &s, memory)
+    if a.weights_sum == OVER_QUERIES:
+        tile, tile_end = 0, a.tiles
+        key_begin = part * TA_KEY_BLOCK
+        key_end = min(S, key_begin + TA_KEY_BLOCK)
+        memset(s.weights_sum, 0, G * TA_KEY_BLOCK * itemsize)
+    while tile < tile_end:
+        s.first_row = tile * all_rows // a.tiles
+        rows = (tile + 1) * all_rows // a.tiles - s.first_row
+        see_keys(a, b, s.first_row, rows, s.first, s.last)
+        start_weights(a, &s, b, head, rows)
+        read_tile(a, &s, b, head, head + 1, rows, &begin, &end)
+        attend(a, &s, b, head, head + 1, rows, max(begin, key_begin), min(end, key_end), &s.first_chunk)
+        if a.weights_sum == OVER_KEYS:
+            finish_weights(a, &s, b, head, rows)
+        tile = tile + 1
+    if a.weights_sum == OVER_QUERIES:
+        for g in range(G):
+            write_numbers(at3(&a.weights, b, head * G + g, key_begin, itemsize), a.weights.stride[2],
+                          s.weights_sum + g * TA_KEY_BLOCK * itemsize, key_end - key_begin, itemsize)
+
+
+cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
+                    Py_ssize_t head_end, Py_ssize_t rows, Py_ssize_t *begin,
+                    Py_ssize_t *end) noexcept nogil:
+    """Packs the rows of an item for its heads, and finds the keys [begin, end) that any of them sees."""
+    cdef Py_ssize_t row_tiles = ceil_div(rows, a.kernels.attention_mr), head, r
+    cdef Py_ssize_t size = (width_of(a, &a.q) + SKEW) * a.kernels.itemsize, heads = head_end - head_begin
+    begin[0] = PY_SSIZE_T_MAX
+    end[0] = 0
+    for r in range(row_tiles):
+        s.seen[r] = seen_by(s, r * rows // row_tiles, (r + 1) * rows // row_tiles)
+        begin[0] = min(begin[0], s.seen[r].begin)
+        end[0] = max(end[0], s.seen[r].end)
+    for head in range(heads):
+        pack_q(a, b, head_begin + head, s.first_row, rows, s.q + head * rows * size)
+        if a.score_rows:
+            read_score_rows(a, b, head_begin + head, s.first_row, rows, s.score_rows + head * rows)
+
+
 cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
     cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2]
     cdef Py_ssize_t chunk = item % a.chunks if a.split else 0
@@ -849,23 +998,14 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     cdef Py_ssize_t head_begin = part * K // a.head_parts, head_end = (part + 1) * K // a.head_parts
     cdef Py_ssize_t row = tile * all_rows // a.tiles
     cdef Py_ssize_t rows = (tile + 1) * all_rows // a.tiles - row
-    cdef Py_ssize_t row_tiles = ceil_div(rows, a.kernels.attention_mr)
-    cdef Py_ssize_t heads = head_end - head_begin, head, r, size, begin, end
-    cdef Py_ssize_t tile_begin = PY_SSIZE_T_MAX, tile_end = 0
+    cdef Py_ssize_t heads = head_end - head_begin, head, begin, end, tile_begin, tile_end
     cdef AttentionScratch s
     cdef State state, first
 
     attention_scratch(a, &s, memory)
+    s.first_row = row
     see_keys(a, b, row, rows, s.first, s.last)
-    for r in range(row_tiles):
-        s.seen[r] = seen_by(&s, r * rows // row_tiles, (r + 1) * rows // row_tiles)
-        tile_begin = min(tile_begin, s.seen[r].begin)
-        tile_end = max(tile_end, s.seen[r].end)
-    size = (width_of(a, &a.q) + SKEW) * a.kernels.itemsize
-    for head in range(heads):
-        pack_q(a, b, head_begin + head, row, rows, s.q + head * rows * size)
-        if a.score_rows:
-            read_score_rows(a, b, head_begin + head, row, rows, s.score_rows + head * rows)
+    read_tile(a, &s, b, head_begin, head_end, rows, &tile_begin, &tile_end)
 
     # Sinks count once: in the first chunk.
     state = part_state(a, b, chunk, head_begin) if a.split else s.first_chunk
@@ -1115,6 +1255,8 @@ def kernel_table(str dtype):
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
+        "settle_weights": <uintptr_t>k.settle_weights,
+        "add_rows": <uintptr_t>k.add_rows,
         "value_tile": <uintptr_t>k.value_tile,
         "load_key_options": <uintptr_t>k.load_key_options,
         "trim_tile": <uintptr_t>k.trim_tile,
@@ -1294,6 +1436,28 @@ cdef int no_options(Attention *a) except -1:
     a.bias_itemsize = a.bias_storage = 0
     a.softcap = 0
     a.slopes = a.sinks = NULL
+    a.weights.data = NULL
+    a.positions = NULL
+    return 0
+
+
+cdef int read_options(Attention *a, scores, visibility) except -1:
+    """Reads what `scores` and `visibility` say (see _arguments.py)."""
+    no_options(a)
+    a.scale = scores.scale
+    a.softcap = scores.softcap
+    a.slopes = read_vector(scores.alibi_slopes)
+    a.sinks = read_vector(scores.sinks)
+    if scores.bias is not None:
+        read_bias(a, scores.bias)
+    a.causal = visibility.is_causal
+    a.query_offset = read_integers(visibility.query_offset)
+    a.query_lengths = read_integers(visibility.query_lengths)
+    a.key_lengths = read_integers(visibility.key_value_lengths)
+    if visibility.window is not None:
+        a.left, a.right = visibility.window
+    if visibility.mask is not None:
+        read_array(visibility.mask, &a.mask)
     return 0
 
 
@@ -1336,21 +1500,7 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     if lse is not None:
         read_array(lse, &a.lse, True)
     a.kernels = kernels_for(q.itemsize)
-    no_options(&a)
-    a.scale = scores.scale
-    a.softcap = scores.softcap
-    a.slopes = read_vector(scores.alibi_slopes)
-    a.sinks = read_vector(scores.sinks)
-    if scores.bias is not None:
-        read_bias(&a, scores.bias)
-    a.causal = visibility.is_causal
-    a.query_offset = read_integers(visibility.query_offset)
-    a.query_lengths = read_integers(visibility.query_lengths)
-    a.key_lengths = read_integers(visibility.key_value_lengths)
-    if visibility.window is not None:
-        a.left, a.right = visibility.window
-    if visibility.mask is not None:
-        read_array(visibility.mask, &a.mask)
+    read_options(&a, scores, visibility)
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
     a.group = a.q.shape[2] // a.k.shape[2]
@@ -1386,6 +1536,49 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
             item_in_turn(turns, count, i, workspace + threadid() * each)
         for i in prange(merges, schedule="static"):
             merge_in_turn(turns, count, i)
+    give_scratch(scratch)
+
+
+def attention_weights(q, k, lse, out, scores, visibility, rows, str summed, int threads):
+    """exp(score - lse) into `out`, which is zero: [B, N, T, S], or summed over the "queries" or "keys".
+
+    q[B, T, N, H], k[B, S, K, H], lse[B, T, N]; checked by the caller, as are `scores` and `visibility`
+    (see _arguments.py). rows[T] says where the queries stand, counted from the first; None for 0, 1, 2, ...
+    """
+    cdef Attention a
+    cdef AttentionScratch layout
+    cdef Scratch scratch
+    cdef Py_ssize_t i, items, each
+    read_array(q, &a.q)
+    read_array(k, &a.k)
+    read_array(lse, &a.lse)
+    a.kernels = kernels_for(q.itemsize)
+    read_options(&a, scores, visibility)
+    if q.shape[0] == 0 or q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0:
+        return
+    read_array(out, &a.weights, True)
+    a.weights_sum = OVER_NOTHING
+    if summed is not None:
+        a.weights_sum = OVER_QUERIES if summed == "queries" else OVER_KEYS
+    a.positions = read_integers(rows)
+    a.group = a.q.shape[2] // a.k.shape[2]
+    # Values without columns, which are nowhere.
+    a.v = whole_array(NULL, a.k.shape[0], a.k.shape[1], a.k.shape[2], 0)
+    threads = team_size(threads, attention_flops(&a))
+    plan_attention(&a, 1 if a.weights_sum == OVER_QUERIES else threads, a.q.shape[0])
+    # One path for all, so that a row's bits do not depend on which others are asked for.
+    a.few = a.k_in_place = a.split = False
+    a.v_in_place = True
+    a.head_parts = a.k.shape[2]
+    a.chunks = 1
+    require_attention(&a)
+    items = weights_items(&a)
+    threads = <int>min(<Py_ssize_t>threads, items)
+    each = attention_scratch(&a, &layout, NULL)
+    scratch = take_scratch(each * threads)
+    with nogil, parallel(num_threads=threads):
+        for i in prange(items, schedule="dynamic"):
+            weights_item(&a, i, scratch.data + threadid() * each)
     give_scratch(scratch)
 
 

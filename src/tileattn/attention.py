@@ -12,9 +12,11 @@ from tileattn._arguments import (
     Array,
     AttentionArguments,
     VarlenArguments,
+    WeightsArguments,
     Window,
     arithmetic_type,
     check_attention,
+    check_attention_weights,
     check_flag,
     check_states,
     check_varlen,
@@ -487,7 +489,118 @@ def _merge(
     _core.merge_states(outs, lses, out, lse, dtype, threads)
 
 
+def attention_weights(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    lse: npt.ArrayLike,
+    *,
+    rows: npt.ArrayLike | None = None,
+    reduce: str | None = None,
+    bias: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+    query_offset: npt.ArrayLike | None = None,
+    local_window_size: Window = None,
+    query_seq_lengths: npt.ArrayLike | None = None,
+    key_value_seq_lengths: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """The weights ``exp(score - lse)`` that attention gives to its values.
+
+    All of them are as many as there are scores. Of chosen rows they are few; and sums over the
+    queries (which keys matter) or over the keys are made without holding them.
+
+    Parameters
+    ----------
+    q : array [B, T, N, H] or [T, N, H], float32, float64, float16 or bfloat16
+        Queries. Any strides, read-only too.
+    k : array [B, S, K, H] or [S, K, H], of q's dtype
+        Keys; K divides N.
+    lse : array [B, T, N] or [T, N], float64 for float64, else float32
+        What attention with the same options returned. It holds the sinks, if any, which are no
+        option here. A row with -inf gives zeros.
+    rows : int array [R], optional
+        Only the weights of these queries, in this order; one may come several times.
+    reduce : "queries" or "keys", optional
+        Sum over the queries, those of `rows` if given, or over the keys.
+    bias, mask, scale, softcap, is_causal, query_offset, local_window_size
+        As in `dot_product_attention`.
+    query_seq_lengths, key_value_seq_lengths, alibi_slopes
+        As in `dot_product_attention`.
+    out : array of the result's shape and dtype, optional
+        Where to put the result; any strides, no overlap with an input or itself.
+    num_threads : int, optional
+        For this call, by default `get_num_threads()`.
+
+    Returns
+    -------
+    array [B, N, T, S], [B, N, S] if reduced over the queries, [B, N, T] if reduced over the keys
+        Of lse's dtype; R instead of T with `rows`, and no B axis if q has none. Zero where a key is
+        not seen.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `dot_product_attention`; also for an `lse`, `rows` or `reduce` that does not fit.
+
+    Notes
+    -----
+    The weights of a row are the same bits whichever rows are asked for, and sums are added in an
+    order that no number of threads changes.
+
+    Examples
+    --------
+    How much all queries together look at each key, head by head:
+
+    >>> import numpy as np, tileattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 9, 2, 8), dtype=np.float32)
+    >>> _, lse = tileattn.dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    >>> weights = tileattn.attention_weights(q, k, lse, reduce="queries", is_causal=True)
+    >>> weights.shape
+    (1, 2, 9)
+    >>> np.allclose(weights.sum(axis=-1), 9)
+    True
+    """
+    a = check_attention_weights(
+        q,
+        k,
+        lse,
+        rows=rows,
+        reduce=reduce,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        alibi_slopes=alibi_slopes,
+        out=out,
+    )
+    threads = resolve_threads(num_threads)
+    _refuse_what_the_kernels_lack(a)
+    q, lse = (a.q, a.lse) if a.rows is None else (a.q[:, a.rows], a.lse[:, a.rows])
+    (B, T, N, _), S = q.shape, a.k.shape[1]
+    result = a.out
+    if result is None:
+        shapes = {None: (B, N, T, S), "queries": (B, N, S), "keys": (B, N, T)}
+        result = np.empty(shapes[a.reduce], lse.dtype)
+    result.fill(0)
+    _core.attention_weights(q, a.k, lse, result, a.scores, a.visibility, a.rows, a.reduce, threads)
+    if out is not None:
+        return out
+    return result if a.has_batch else result[0]
+
+
 # TODO: goes away with the kernels for them.
-def _refuse_what_the_kernels_lack(a: AttentionArguments | VarlenArguments) -> None:
+def _refuse_what_the_kernels_lack(
+    a: AttentionArguments | VarlenArguments | WeightsArguments,
+) -> None:
     if arithmetic_type(a.q.dtype) != a.q.dtype:
         raise NotImplementedError(f"no kernel has {a.q.dtype} yet; tileattn.reference does")

@@ -131,6 +131,8 @@ PROTOTYPES = {
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),
     "weigh_few": (None, POINTER(AttentionTile)),
+    "settle_weights": (None, POINTER(AttentionTile), c_void_p),
+    "add_rows": (None, c_void_p, c_void_p, *[c_ssize_t] * 3),
     "value_tile": (None, POINTER(AttentionTile)),
     "load_key_options": (c_int, c_void_p, POINTER(ScoreOptions), POINTER(ScoreRow), c_ssize_t)
     + (POINTER(c_ssize_t),) * 2,
