@@ -451,7 +451,7 @@ static void TA_NAME(settle_weights)(const ta_attention_tile *t, const void *star
             continue;
         vec factor = vec_all((real)exp2((double)*row_max - start));
         *row_max = start;
-        real *weights = (real *)t->weights + i * t->weight_stride;
+        real *weights = (real *)t->weights + i * TA_WEIGHT_STRIDE;
         for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < t->key_end; j += TA_VL)
             vec_store(weights + j, vec_load(weights + j) * factor);
         real *sum = (real *)t->row_sum + i * TA_VL;

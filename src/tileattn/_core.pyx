@@ -699,12 +699,12 @@ cdef void take_weights(const Attention *a, const AttentionScratch *s, const ta_a
             of_all = s.first_row + row + g
             kernels.add_rows(
                 s.weights_sum + (of_all % G * TA_KEY_BLOCK + begin) * itemsize,
-                <const char *>t.weights + (g * t.weight_stride + begin) * itemsize,
-                ceil_div(t.rows - g, G), end - begin, G * t.weight_stride)
+                <const char *>t.weights + (g * TA_WEIGHT_STRIDE + begin) * itemsize,
+                ceil_div(t.rows - g, G), end - begin, G * TA_WEIGHT_STRIDE)
     elif a.weights_sum == OVER_NOTHING:
         for i in range(t.rows):
             of_all = s.first_row + row + i
-            weights = <const char *>t.weights + (i * t.weight_stride + t.key_begin) * itemsize
+            weights = <const char *>t.weights + (i * TA_WEIGHT_STRIDE + t.key_begin) * itemsize
             write_numbers(
                 at3(&a.weights, b, head * G + of_all % G, of_all // G, itemsize)
                 + (t.key_start + t.key_begin) * a.weights.stride[3] * itemsize,

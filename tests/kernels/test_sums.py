@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.kernels import address
+from tests.kernels.test_attention import weight_rows
 from tests.oracle import Guarded, gamma, random, same_bits
 
 
@@ -32,7 +33,7 @@ def test_weights_return_to_what_their_rows_started_from(kernels, rise):
     starts = np.array([0.5, -3.0, 2.0][:rows], kernels.dtype)
     row_max = starts.copy()
     row_max[1] += kernels.dtype.type(rise)
-    weights = Guarded((rows, 4 * panel), kernels.dtype)
+    weights = weight_rows(kernels, rows, 4 * panel)
     weights.array[...] = before = random(1, rows, 4 * panel, dtype=kernels.dtype)
     sums = random(2, rows, vl, dtype=kernels.dtype)
     sums_before = sums.copy()
@@ -42,7 +43,6 @@ def test_weights_return_to_what_their_rows_started_from(kernels, rise):
             key_begin=panel + 1,
             key_end=3 * panel,
             weights=weights.array,
-            weight_stride=4 * panel,
             row_max=row_max,
             row_sum=sums,
         ),
