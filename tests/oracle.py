@@ -409,11 +409,12 @@ def layer_norm_floor(s, weight, bias, eps, dtype, subtract_mean=True):
 
 def block(
     x, w_q, w_k, w_v, w_o, precision, *, context=None, b_q=None, b_k=None, b_v=None, b_o=None,
-    norm=None, residual=True, off=None, **options,
+    norm=None, norm_position="post", residual=True, q_norm=None, k_norm=None, rope=None, off=None,
+    **options,
 ):  # fmt: skip
-    """The attention block in `precision`; norm is (weight, bias, eps), or None.
+    """The attention block in `precision`; a norm is (weight, bias, eps), or None.
 
-    A fourth part of norm says whether the mean is subtracted.
+    A fourth part of a norm says whether the mean is subtracted.
 
     `off` is called with each intermediate result and how many units of rounding it may be off by,
     beside its own; it returns what to go on with.
@@ -427,8 +428,30 @@ def block(
             return y
         return off(y, np.sqrt(np.prod(w.shape[:axes]) * np.tensordot(a**2, w**2, axes)))
 
-    source = x if context is None else context
-    q, k, v = product(x, w_q, b_q), product(source, w_k, b_k), product(source, w_v, b_v)
+    def normalise(a, norm):
+        if norm is None:
+            return a
+        y = layer_norm(a, *norm[:3], precision, *norm[3:])
+        if off is None:
+            return y
+        floor = layer_norm_floor(a, *norm[:3], precision, *norm[3:])
+        return off(y, floor / float(np.finfo(precision).eps))
+
+    def rotate(a, position):
+        if rope is None:
+            return a
+        y = rotation(a, position, rope, precision)
+        return y if off is None else off(y, 2 * pair_lengths(a, rope))
+
+    pre_norm, post_norm = (norm, None) if norm_position == "pre" else (None, norm)
+    if norm_position is None:
+        post_norm = None
+    source = normalise(x.astype(precision), pre_norm)
+    q = normalise(product(source, w_q, b_q), q_norm)
+    source = source if context is None else context
+    k, v = normalise(product(source, w_k, b_k), k_norm), product(source, w_v, b_v)
+    q = rotate(q, positions(*q.shape[:2], options.get("query_offset")))
+    k = rotate(k, positions(*k.shape[:2], None))
     y = evaluate(q, k, v, precision, **options).out.swapaxes(1, 2)
     if off is not None:
         floor, _ = attention_floor.__wrapped__(q, k, v, precision, **options)
@@ -436,7 +459,7 @@ def block(
     z = product(y, w_o, b_o, axes=2)
     z = x.astype(precision) + z if residual else z
     z = z if off is None else off(z, 0)
-    return z if norm is None else layer_norm(z, *norm[:3], precision, *norm[3:])
+    return z if post_norm is None else layer_norm(z, *norm[:3], precision, *norm[3:])
 
 
 remember_block = remember(block)
@@ -461,9 +484,9 @@ def block_floor(x, w_q, w_k, w_v, w_o, dtype, **options):
     for _ in range(8):
         error = np.abs(block(x, *weights, np.float64, off=off, **options) - exact)
         worst = np.maximum(worst, error.max(axis=-1, keepdims=True, initial=0))
-    if options.get("norm") is None:
+    norm = options.get("norm")
+    if norm is None or options.get("norm_position", "post") != "post":
         return worst
-    norm = options["norm"]
     before = block(x, *weights, np.float64, **{**options, "norm": None})
     return worst + layer_norm_floor(before, *norm[:3], dtype, *norm[3:])
 
@@ -491,6 +514,34 @@ def as_pairs(x, pairs, interleaved):
         (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :pairs], x[..., pairs:])
     )
     return real + 1j * imaginary
+
+
+def pair_lengths(x, rope):
+    """[..., H]: how long the pair of each column of x is; of a column without one, 0."""
+    R = x.shape[-1] if rope.rotary_dim is None else rope.rotary_dim
+    lengths = np.abs(as_pairs(x, R // 2, rope.interleaved))
+    lengths = np.repeat(lengths, 2, -1) if rope.interleaved else np.concatenate([lengths] * 2, -1)
+    return np.pad(lengths, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] - R)])
+
+
+def rotation(x, position, rope, precision):
+    """Heads x[..., T, N, H] turned by their positions[..., T]; angles are float64, as promised."""
+    angle = (position[..., None, None] * rope.frequencies(x.shape[-1])).astype(
+        np.longdouble if precision == np.longdouble else np.float64
+    )
+    factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
+    turn = factor * np.cos(angle) + 1j * (factor * np.sin(angle))
+    cos, sin = turn.real.astype(precision), turn.imag.astype(precision)
+    pairs = angle.shape[-1]
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        if rope.interleaved
+        else (slice(pairs), slice(pairs, 2 * pairs))
+    )
+    y = x.astype(precision)
+    a, b = y[..., first].copy(), y[..., second].copy()
+    y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+    return y
 
 
 def check_rotation(got, x, cos, sin, interleaved, off=0.0):

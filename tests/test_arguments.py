@@ -972,10 +972,6 @@ def test_out_of_a_block_may_not_overlap_its_bias_or_mask():
 
 
 BLOCK_LACKS = {
-    "norm_position": "pre",
-    "rope": Rope(),
-    "q_norm": RMSNorm(),
-    "k_norm": LayerNorm(),
     "softcap": 30.0,
     "local_window_size": 1,
     "sinks": random(0, N),

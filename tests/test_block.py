@@ -22,7 +22,16 @@ from tests.oracle import (
     random,
     same_bits,
 )
-from tileattn import AttentionBlock, LayerNorm, RMSNorm, _core, attention_block, reference
+from tileattn import (
+    AttentionBlock,
+    LayerNorm,
+    RMSNorm,
+    Rope,
+    RopeScaling,
+    _core,
+    attention_block,
+    reference,
+)
 
 DTYPES = [np.float32, np.float64]
 
@@ -132,6 +141,113 @@ def test_parts_of_a_norm():
         check_block(got, x, *weights, norm=parts)
 
 
+def modern(sizes, dtype, interleaved=False):
+    """Options of a pre-norm block with rope and norms of its heads, and the oracle's for norms."""
+    D, H = sizes["D"], sizes["H"]
+    norms = {
+        "norm": rms_norm_of(D, dtype),
+        "q_norm": rms_norm_of(H, dtype),
+        "k_norm": norm_of(H, dtype),
+    }
+    made = {
+        "norm_position": "pre",
+        "rope": Rope(rotary_dim=2 * (H // 2), interleaved=interleaved),
+        "is_causal": True,
+    }
+    options = {name: norm for name, (norm, _) in norms.items()}
+    return {**made, **options}, {**made, **{name: parts for name, (_, parts) in norms.items()}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["small", "odd", "whole vectors", "two slices of depth"])
+def test_pre_norm_head_norms_and_rope(name, dtype):
+    sizes = SIZES[name]
+    weights, biases = sizes.weights(dtype), sizes.biases(dtype)
+    options, oracle_options = modern(sizes, dtype, interleaved=name == "odd")
+    block = AttentionBlock(*weights, **biases, **options)
+    # Few rows are split by columns, from one register tile on normalised in advance, many by rows.
+    for T in (1, 3, 40, 240):
+        x = random(30, 1, T, sizes["D"], dtype=dtype)
+        got = block(x, num_threads=1)
+        check_block(got, x, *weights, **biases, **oracle_options)
+        for threads in (2, 3):
+            assert same_bits(block(x, num_threads=threads), got), (T, threads)
+
+
+def test_a_large_block_of_rows_is_normalised_in_slices_of_the_depth():
+    """Rows that are too deep to be packed at once."""
+    sizes = Sizes(D=1400, N=2, K=1, H=16)
+    weights, (options, oracle_options) = sizes.weights(), modern(sizes, np.float32)
+    x = 3 + random(30, 1, 230, 1400)
+    for threads in (1, 2):
+        got = attention_block(x, *weights, **options, num_threads=threads)
+        check_block(got, x, *weights, **oracle_options)
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "post", None])
+def test_norm_position(norm_position):
+    sizes = Sizes()
+    weights, x, (norm, parts) = sizes.weights(), random(30, 2, 9, 24), norm_of(24)
+    for residual in (True, False):
+        options = {"norm_position": norm_position, "residual": residual}
+        got = attention_block(x, *weights, norm=norm, **options)
+        check_block(got, x, *weights, norm=parts, **options)
+        names = [name for name, _ in AttentionBlock(*weights, norm=norm, **options).profile(x)[1]]
+        assert ["LayerNorm" in name for name in names] == [
+            norm_position == "pre",
+            False,
+            norm_position == "post",
+        ]
+
+
+def test_pre_norm_leaves_a_context_as_it_is():
+    weights, x, context = Sizes().weights(), random(30, 2, 9, 24), random(31, 2, 5, 24)
+    norm, parts = norm_of(24)
+    options = {"norm_position": "pre", "context": context}
+    got = attention_block(x, *weights, norm=norm, **options)
+    check_block(got, x, *weights, norm=parts, **options)
+
+
+@pytest.mark.parametrize("Dc", [24, 600])
+def test_positions_of_a_rope(Dc):
+    """Queries and keys share a table, or not; each sequence has an offset of its own, or not."""
+    sizes = Sizes(D=24, N=4, K=2, H=8, Dc=Dc)
+    weights, rope = sizes.weights(), Rope()
+    block = AttentionBlock(*weights, rope=rope)
+    for T, S, offset in (
+        (5, 40, 0),
+        (5, 40, 35),
+        (5, 40, 36),
+        (1, 300, np.array([299, 7, 0])),
+        (40, 5, np.array([0, 3, 10_000])),
+        (7, 7, 2),
+        (200, 200, np.array([0, 1, 2])),
+        (3, 0, 1),
+    ):
+        x, context = random(30, 3, T, 24), random(31, 3, S, Dc)
+        options = {"context": context, "query_offset": offset}
+        check_block(block(x, **options), x, *weights, norm=PLAIN, rope=rope, **options)
+    if Dc == 24:
+        check_block(block(x), x, *weights, norm=PLAIN, rope=rope)
+        with pytest.raises(ValueError, match=r"rope with T = 3 .* needs query_offset"):
+            block(x, context=random(31, 3, 9, 24))
+
+
+def test_blocks_share_a_rope():
+    """Whatever other blocks have made of its tables."""
+    rope, x = Rope(), random(30, 1, 40, 24)
+    blocks = [
+        AttentionBlock(*Sizes(H=H).weights(dtype), rope=rope) for H in (8, 6) for dtype in DTYPES
+    ]
+    alone = [
+        AttentionBlock(*Sizes(H=H).weights(dtype), rope=Rope()) for H in (8, 6) for dtype in DTYPES
+    ]
+    for T in (9, 10, 40, 3):
+        for block, other in zip(blocks, alone, strict=True):
+            part = x[:, :T].astype(block.dtype)
+            assert same_bits(block(part), other(part))
+
+
 @pytest.mark.parametrize("Dc", [24, 17, 64])
 def test_cross_attention(Dc):
     sizes = Sizes(D=24, Dc=Dc)
@@ -222,33 +338,40 @@ def test_nan_reaches_the_rows_that_see_it():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_do_not_depend_on_how_many_come_with_it(dtype):
+@pytest.mark.parametrize("is_modern", [False, True])
+def test_a_rows_bits_do_not_depend_on_how_many_come_with_it(is_modern, dtype):
     sizes = Sizes(D=520, N=4, K=2, H=40, Hv=20)
     weights, biases = sizes.weights(dtype), sizes.biases(dtype)
-    norm, _ = norm_of(520, dtype)
-    block = AttentionBlock(*weights, **biases, norm=norm)
+    options = modern(sizes, dtype)[0] if is_modern else {"norm": norm_of(520, dtype)[0]}
+    block = AttentionBlock(*weights, **biases, **{**options, "is_causal": False})
     x, context = random(30, 1, 300, 520, dtype=dtype), random(31, 1, 70, 520, dtype=dtype)
     # Attention reads keys in place for up to 7 rows of this group, and packs them for more.
-    one_by_one = np.concatenate([block(x[:, t, None], context=context) for t in range(300)], axis=1)
-    at_once = block(x, context=context, num_threads=1)
+    one_by_one = np.concatenate(
+        [block(x[:, t, None], context=context, query_offset=t) for t in range(300)], axis=1
+    )
+    at_once = block(x, context=context, query_offset=0, num_threads=1)
     for expected, counts in ((one_by_one, (1, 3, 7)), (at_once, (8, 16, 17, 300))):
         for threads in (1, 2, 3, 7):
             for rows in counts:
                 for start in {0, 300 - rows}:
                     part = slice(start, start + rows)
-                    got = block(x[:, part], context=context, num_threads=threads)
+                    got = block(
+                        x[:, part], context=context, query_offset=start, num_threads=threads
+                    )
                     assert same_bits(got, np.ascontiguousarray(expected[:, part])), (threads, rows)
     # As many sequences of one row: the same products, in another place.
     many = np.broadcast_to(context, (300, 70, 520))[:17]
-    got = block(x[0, :17, None], context=many, num_threads=2)
+    got = block(x[0, :17, None], context=many, query_offset=np.arange(17), num_threads=2)
     assert same_bits(got[:, 0], np.ascontiguousarray(one_by_one[0, :17]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_threads_or_batch(dtype):
+@pytest.mark.parametrize("is_modern", [False, True])
+def test_bits_do_not_depend_on_threads_or_batch(is_modern, dtype):
     sizes = Sizes(D=96, N=6, K=3, H=16)
-    norm, _ = norm_of(96, dtype)
-    block = AttentionBlock(*sizes.weights(dtype), **sizes.biases(dtype), norm=norm, is_causal=True)
+    options = modern(sizes, dtype)[0] if is_modern else {"norm": norm_of(96, dtype)[0]}
+    options = {**options, "is_causal": True}
+    block = AttentionBlock(*sizes.weights(dtype), **sizes.biases(dtype), **options)
     x = random(30, 9, 60, 96, dtype=dtype)
     whole = block(x, num_threads=1)
     for threads in (2, 3, 7):
@@ -646,24 +769,42 @@ def blocks(draw):
     seed = draw(st.integers(0, 9))
     weights = [draw(layout)(w) for w in sizes.weights(dtype, seed)]
     biases = {name: b for name, b in sizes.biases(dtype).items() if draw(st.booleans())}
-    norms = [(None, None), norm_of(D, dtype), (LayerNorm(), PLAIN), rms_norm_of(D, dtype)]
-    norm = draw(st.sampled_from(norms))
-    made = {"residual": draw(st.booleans()), "is_causal": draw(st.booleans()), **biases}
+    made = {
+        "residual": draw(st.booleans()),
+        "is_causal": draw(st.booleans()),
+        "norm_position": draw(st.sampled_from(["post", "pre", None])),
+        **biases,
+    }
+    norms = {}
+    for name, width in (("norm", D), ("q_norm", H), ("k_norm", H)):
+        kinds = [norm_of(width, dtype), (LayerNorm(), PLAIN), rms_norm_of(width, dtype)]
+        norms[name] = draw(st.sampled_from([(None, None), *kinds]))
+    if H > 1 and draw(st.booleans()):
+        made["rope"] = Rope(
+            theta=draw(st.sampled_from([10.0, 1e4])),
+            rotary_dim=2 * draw(st.integers(1, H // 2)),
+            interleaved=draw(st.booleans()),
+            scaling=draw(st.sampled_from([None, RopeScaling.yarn(4.0, 16)])),
+        )
     called = {}
     if has_context:
         called["context"] = draw(layout)(random(seed + 50, B, S, Dc, dtype=dtype))
-    if made["is_causal"] and (S != T or draw(st.booleans())):
-        called["query_offset"] = draw(st.integers(-40, 40))
+    if ("rope" in made or made["is_causal"]) and (S != T or draw(st.booleans())):
+        offsets = st.integers(0 if "rope" in made else -40, 40)
+        called["query_offset"] = draw(st.one_of(offsets, st.lists(offsets, min_size=B, max_size=B)))
     for name, limit in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
         if draw(st.booleans()):
             called[name] = np.array([draw(st.integers(0, limit)) for _ in range(B)])
     x = draw(layout)(random(seed + 60, B, T, D, dtype=dtype))
-    return x, weights, norm, made, called
+    return x, weights, norms, made, called
 
 
 @given(blocks(), st.integers(1, 3))
 def test_random_blocks(case, num_threads):
-    x, weights, (norm, parts), made, called = case
-    got = AttentionBlock(*weights, norm=norm, **made)(x, num_threads=num_threads, **called)
+    x, weights, norms, made, called = case
+    block = AttentionBlock(*weights, **made, **{name: norm for name, (norm, _) in norms.items()})
+    got = block(x, num_threads=num_threads, **called)
     x, *weights = (a.astype(a.dtype.newbyteorder("=")) for a in (x, *weights))
-    check_block(got, x, *weights, norm=parts, **made, **called)
+    called = {key: np.array(n) if isinstance(n, list) else n for key, n in called.items()}
+    parts = {name: parts for name, (_, parts) in norms.items()}
+    check_block(got, x, *weights, **parts, **made, **called)

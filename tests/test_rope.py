@@ -488,6 +488,22 @@ def test_tables_are_kept_for_the_same_positions_only():
 
 
 @any_isa
+def test_tables_of_the_first_positions_grow():
+    rope = Rope()
+    first = rope.tables_of_first(100, 16, np.float32)
+    assert rope.tables_of_first(7, 16, np.float32)[0] is first[0]
+    more = rope.tables_of_first(101, 16, np.float32)
+    assert len(more[0]) == 150
+    assert rope.tables_of_first(150, 16, np.float32)[0] is more[0]
+    for table, exact in zip(more, rope.tables(np.arange(150), 16, np.float32), strict=True):
+        np.testing.assert_array_equal(table, exact)
+        assert not table.flags.writeable
+    assert len(rope.tables_of_first(1000, 16, np.float32)[0]) == 1000
+    assert rope.tables_of_first(3, 16, np.float64)[0].dtype == np.float64
+    assert rope.tables_of_first(3, 18, np.float64)[0].shape == (3, 9)
+
+
+@any_isa
 def test_threads_may_share_a_rope():
     rope, x = Rope(), random(0, 50, 2, 64)
     starts = range(0, 4000, 1000)

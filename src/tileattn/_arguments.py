@@ -142,6 +142,7 @@ class RopeParameters(SetOnce):
     """What the checks need to know of a Rope."""
 
     rotary_dim: int | None
+    interleaved: bool
 
 
 class BlockWeights(NamedTuple):
@@ -152,6 +153,10 @@ class BlockWeights(NamedTuple):
     norm: NormParameters | None  # None if it has no position, too
     is_pre_norm: bool
     residual: bool
+    rope: RopeParameters | None
+    rotary_dim: int  # 0 without rope
+    q_norm: NormParameters | None
+    k_norm: NormParameters | None
     scores: Scores  # without the bias, which comes with a call
     is_causal: bool
     window: tuple[int, int] | None
@@ -490,10 +495,11 @@ def check_block_weights(
         raise TypeError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
     if norm_position not in ("pre", "post", None):
         raise ValueError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
+    rotary_dim = 0
     if rope is not None:
         if not isinstance(rope, RopeParameters):
             raise TypeError(f"rope must be a Rope or None, not {type(rope).__name__}")
-        fit_rotary_dim(rope.rotary_dim, H, "rope.")
+        rotary_dim = fit_rotary_dim(rope.rotary_dim, H, "rope.")
     biases = (
         check_vector("b_q", b_q, (N, H), dtype),
         check_vector("b_k", b_k, (K, H), dtype),
@@ -506,6 +512,10 @@ def check_block_weights(
         None if norm_position is None else norm,
         norm_position == "pre",
         check_flag("residual", residual),
+        rope,
+        rotary_dim,
+        q_norm,
+        k_norm,
         Scores(
             check_scale(scale, H),
             check_softcap(softcap, dtype),

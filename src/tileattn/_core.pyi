@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import Scores, Visibility
+from tileattn._arguments import BlockWeights, Scores, Visibility
 
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
@@ -59,22 +59,14 @@ def merge_states(
 
 class Block:
     nbytes: int
-    def __init__(
-        self,
-        weights: tuple[_Array, _Array, _Array, _Array],
-        biases: tuple[_Array | None, _Array | None, _Array | None, _Array | None],
-        norm: tuple[_Array | None, _Array | None, float, bool] | None,
-        residual: bool,
-        scale: float,
-        causal: bool,
-    ) -> None: ...
+    def __init__(self, w: BlockWeights) -> None: ...
     def run(
         self,
         x: _Array,
         context: _Array | None,
-        query_offset: _Integers | None,
-        query_lengths: _Integers | None,
-        key_lengths: _Integers | None,
+        visibility: Visibility,
+        q_angles: tuple[_Array, _Array] | None,
+        k_angles: tuple[_Array, _Array] | None,
         out: _Array,
         threads: int,
     ) -> tuple[float, float, float]: ...

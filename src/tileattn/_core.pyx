@@ -9,7 +9,7 @@ and one function that does an item, its loops in textbook order:
     weights_item     exp(Q K^T - LSE)       the same, or a block of keys under all rows
     merge_states_item   the union of parts of the keys, a block of rows
     norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
-    rope_item        RoPE(Q)                a block of rows, each all heads of a position
+    finish_heads     RoPE(norm(Q))          a share of the heads
 
 The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
 to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
@@ -197,17 +197,34 @@ cdef struct Norm:
     Py_ssize_t out_stride
 
 
+cdef struct Heads:
+    # What heads go through once they are projected: a norm each, then the rotation of their position.
+    const ta_kernels *kernels
+    ta_norm norm           # of one head
+    ta_rope rope           # rotary_dim is 0 for none
+    Array x                # [B, T, N, H], heads with contiguous columns
+    Array out              # the same; may be x
+    const char *cos        # rows of rotary_dim / 2, that of b and t at b * batch_rows + first[b] + t
+    const char *sin
+    Py_ssize_t batch_rows
+    const int64_t *first   # [B], or NULL for zeros
+
+
 cdef struct Gemm:
     const ta_kernels *kernels
     Rows a
     Py_ssize_t rows
     Py_ssize_t depth
+    const ta_norm *a_norm  # what each row of A goes through when it is packed, or NULL
     const Panel *panels
     Py_ssize_t panel_count
     const Target *targets
     Py_ssize_t row_parts   # items are row_parts x panel_parts
     Py_ssize_t panel_parts
-    const Norm *norm       # applied to whole rows while hot, if panel_parts is 1; or NULL
+    # What whole rows of the product go through, while hot if panel_parts is 1; NULL for nothing.
+    const Norm *norm
+    const Heads *q_heads
+    const Heads *k_heads
 
 
 cdef void split_gemm(Gemm *g, int threads) noexcept nogil:
@@ -225,29 +242,43 @@ cdef Py_ssize_t gemm_items(const Gemm *g) noexcept nogil:
     return g.row_parts * g.panel_parts if g.rows else 0
 
 
-cdef Py_ssize_t gemm_scratch(const Gemm *g) noexcept nogil:
+cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
     """Bytes of packed A that a thread needs."""
     cdef const ta_kernels *kernels = g.kernels
-    return max(
+    return round_up(max(
         kernels.itemsize * kernels.gemm_mr * g.depth,
         kernels.itemsize * kernels.gemm_mc * min(<Py_ssize_t>GEMM_KC, g.depth),
         min(<Py_ssize_t>WHOLE_DEPTH, kernels.itemsize * kernels.gemm_mc * g.depth),
-    ) + kernels.vl * kernels.itemsize
+    ) + kernels.vl * kernels.itemsize, CACHE_LINE)
 
 
-cdef void pack_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, Py_ssize_t tiles, Py_ssize_t pc,
-                 Py_ssize_t depth, char *packed) noexcept nogil:
+cdef Py_ssize_t gemm_scratch(const Gemm *g) noexcept nogil:
+    """Bytes that a thread needs: packed A and, behind it, a block of rows that are normalised first."""
+    cdef Py_ssize_t rows = min(<Py_ssize_t>g.kernels.gemm_mc, g.rows) if g.a_norm != NULL else 0
+    return packed_size(g) + rows * (g.depth + SKEW) * g.kernels.itemsize
+
+
+cdef Rows normalise_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, char *memory) noexcept nogil:
+    """Rows [row, row + count) of A, normalised into `memory`: a block that the second-level cache holds."""
+    cdef Py_ssize_t i, itemsize = g.kernels.itemsize, stride = g.depth + SKEW
+    for i in range(count):
+        g.kernels.add_norm_row(memory + i * stride * itemsize, row_at(&g.a, row + i, itemsize), NULL,
+                               g.a_norm)
+    return Rows(memory, count, 0, stride, 1)
+
+
+cdef void pack_a(const ta_kernels *kernels, const Rows *a, Py_ssize_t row, Py_ssize_t count,
+                 Py_ssize_t tiles, Py_ssize_t pc, Py_ssize_t depth, char *packed) noexcept nogil:
     """Packs A[row : row + count, pc : pc + depth], one register tile after the other."""
-    cdef const ta_kernels *kernels = g.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize, tile, i, begin, end
     cdef const void *rows[TA_MAX_ROWS]
     for tile in range(tiles):
         begin = tile * count // tiles
         end = (tile + 1) * count // tiles
         for i in range(begin, end):
-            rows[i - begin] = row_at(&g.a, row + i, itemsize) + pc * g.a.column_stride * itemsize
+            rows[i - begin] = row_at(a, row + i, itemsize) + pc * a.column_stride * itemsize
         kernels.pack_rows[TA_REAL](packed + begin * depth * itemsize, rows, <int>(end - begin), depth,
-                                   g.a.column_stride)
+                                   a.column_stride)
 
 
 cdef int panels_at_once(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
@@ -261,14 +292,16 @@ cdef int panels_at_once(const ta_kernels *kernels, const Panel *b, Py_ssize_t co
     return several
 
 
-cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil:
+cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil:
     cdef const ta_kernels *kernels = g.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize
     cdef Py_ssize_t row_part = item // g.panel_parts, panel_part = item % g.panel_parts
     cdef Py_ssize_t row_end = (row_part + 1) * g.rows // g.row_parts
     cdef Py_ssize_t panel_begin = panel_part * g.panel_count // g.panel_parts
     cdef Py_ssize_t panel_end = (panel_part + 1) * g.panel_count // g.panel_parts
-    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin, width
+    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin, width, a_row
+    cdef char *packed = memory
+    cdef Rows a = g.a
     cdef const Panel *b
     cdef const Target *c
     cdef ta_gemm_tile t
@@ -280,10 +313,14 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
         pack_depth = g.depth
         if tiles > 1 and rows * g.depth * itemsize > WHOLE_DEPTH:
             pack_depth = min(<Py_ssize_t>GEMM_KC, g.depth)
+        a_row = ic
+        if g.a_norm != NULL:
+            a = normalise_a(g, ic, rows, memory + packed_size(g))
+            a_row = 0
         pc = 0
         while True:                                             # slices of the contracted axis
             pack_depth = min(pack_depth, g.depth - pc)
-            pack_a(g, ic, rows, tiles, pc, pack_depth, packed)
+            pack_a(kernels, &a, a_row, rows, tiles, pc, pack_depth, packed)
             panel = panel_begin
             while panel < panel_end:                            # panels of columns
                 b = g.panels + panel
@@ -331,9 +368,30 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *packed) noexcept nogil
             pc = pc + pack_depth
             if pc >= g.depth:
                 break
-        if g.norm != NULL and g.panel_parts == 1:
-            norm_rows(g.norm, ic, ic + rows)
+        if g.panel_parts == 1:
+            finish_product(g, ic, ic + rows, g.rows)
         ic = ic + rows
+
+
+cdef bint is_unfinished(const Gemm *g) noexcept nogil:
+    """Whether finish_item has anything to do when all items are done."""
+    return g.rows > 0 and g.panel_parts > 1 and (
+        g.norm != NULL or g.q_heads != NULL or g.k_heads != NULL)
+
+
+cdef void finish_item(const Gemm *g, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
+    if is_unfinished(g):
+        finish_product(g, item, item + 1, items)
+
+
+cdef void finish_product(const Gemm *g, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t of) noexcept nogil:
+    """What whole rows go through: shares [begin, end) of `of` equal ones."""
+    if g.norm != NULL:
+        norm_rows(g.norm, begin * g.rows // of, end * g.rows // of)
+    if g.q_heads != NULL:
+        finish_heads(g.q_heads, begin, end, of)
+    if g.k_heads != NULL:
+        finish_heads(g.k_heads, begin, end, of)
 
 
 # ------------------------------------------------------------------ LayerNorm(X + Z)
@@ -350,6 +408,36 @@ cdef void norm_rows(const Norm *n, Py_ssize_t begin, Py_ssize_t end) noexcept no
 
 cdef void norm_item(const Norm *n, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
     norm_rows(n, item * n.rows // items, (item + 1) * n.rows // items)
+
+
+# ------------------------------------------------------------------ RoPE(norm(Q))
+
+cdef void finish_heads(const Heads *h, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t of) noexcept nogil:
+    """Shares [begin, end) of `of` equal ones of all heads, counted in the order of [B, T, N]."""
+    cdef Py_ssize_t itemsize = h.kernels.itemsize, T = h.x.shape[1], N = h.x.shape[2]
+    cdef Py_ssize_t heads = h.x.shape[0] * T * N, head = begin * heads // of, row, b, t, i, angles
+    cdef const char *x
+    cdef char *out
+    cdef ta_rope rope = h.rope
+    heads = end * heads // of
+    while head < heads:                                         # the heads of one position
+        row = head // N
+        b = row // T
+        t = row % T
+        rope.heads = min(N - head % N, heads - head)
+        x = at3(&h.x, b, t, head % N, itemsize)
+        out = at3(&h.out, b, t, head % N, itemsize)
+        if h.norm.normalize:
+            for i in range(rope.heads):
+                h.kernels.add_norm_row(out + i * h.out.stride[2] * itemsize,
+                                       x + i * h.x.stride[2] * itemsize, NULL, &h.norm)
+            x = out
+            rope.src_stride = rope.dst_stride
+        if rope.rotary_dim > 0:
+            angles = b * h.batch_rows + t + (0 if h.first == NULL else h.first[b])
+            angles = angles * (rope.rotary_dim // 2) * itemsize
+            h.kernels.rotate_row(out, x, h.cos + angles, h.sin + angles, &rope)
+        head = head + rope.heads
 
 
 # ------------------------------------------------------------------ softmax(Q K^T) V
@@ -1180,30 +1268,6 @@ cdef void merge_states_item(const Merge *m, Py_ssize_t item, Py_ssize_t items, c
         row = row + t.rows
 
 
-# ------------------------------------------------------------------ rotary position embedding
-
-cdef struct Rope:
-    const ta_kernels *kernels
-    ta_rope how
-    Array x                # [B, T, N, H], heads with contiguous columns
-    Array out              # the same; may be x
-    Array cos              # [B, T, rotary_dim / 2], contiguous; its B may be 1
-    Array sin
-
-
-cdef void rope_item(const Rope *r, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
-    cdef Py_ssize_t itemsize = r.kernels.itemsize, T = r.x.shape[1], rows = r.x.shape[0] * T
-    cdef Py_ssize_t row, b, t, angles
-    for row in range(item * rows // items, (item + 1) * rows // items):
-        b = row // T
-        t = row % T
-        angles = itemsize * (b * r.cos.stride[0] + t * r.cos.stride[1])
-        r.kernels.rotate_row(
-            r.out.data + itemsize * (b * r.out.stride[0] + t * r.out.stride[1]),
-            r.x.data + itemsize * (b * r.x.stride[0] + t * r.x.stride[1]),
-            r.cos.data + angles, r.sin.data + angles, &r.how)
-
-
 # ------------------------------------------------------------------ instruction sets
 
 cdef const ta_isa *active = NULL
@@ -1403,7 +1467,9 @@ cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *t
     g.panels = b.panels + b.first_panel[begin]
     g.panel_count = b.first_panel[end] - b.first_panel[begin]
     g.targets = targets - begin
+    g.a_norm = NULL
     g.norm = NULL
+    g.q_heads = g.k_heads = NULL
     split_gemm(g, threads)
 
 
@@ -1618,8 +1684,8 @@ def merge_states(list outs, list lses, out, lse, str dtype, int threads):
     give_scratch(scratch)
 
 
-cdef const char *read_vector(object source) except? NULL:
-    """Pointer to a contiguous vector, NULL for None."""
+cdef const char *read_contiguous(object source) except? NULL:
+    """Pointer to a contiguous array, NULL for None."""
     cdef Array array
     if source is None:
         return NULL
@@ -1627,31 +1693,49 @@ cdef const char *read_vector(object source) except? NULL:
     return array.data
 
 
-cdef class Block:
-    """norm(x + attention(x W_Q, c W_K, c W_V) W_O): the packed weights, and what is the same each call.
+cdef ta_norm read_norm(object norm, Py_ssize_t columns) except *:
+    """What a LayerNorm or an RMSNorm does to a row, or nothing for None; the caller keeps it alive."""
+    if norm is None:
+        return ta_norm(columns, False, False, NULL, NULL, 0)
+    return ta_norm(columns, True, norm.subtract_mean, read_contiguous(norm.weight),
+                   read_contiguous(norm.bias), norm.eps)
 
-    weights: w_q[D, N, H], w_k[Dc, K, H], w_v[Dc, K, Hv], w_o[N, Hv, D]. biases: contiguous [N H], [K H],
-    [K Hv], [D], or None each. norm: None, or weight[D], bias[D] (contiguous, or None each), epsilon and
-    whether the mean is subtracted (LayerNorm; otherwise RMSNorm). All is checked by the caller.
+
+cdef int read_angles(Heads *h, tuple angles, const int64_t *first) except -1:
+    """A rope's tables; first[b] is the position of row 0 where they are those of positions."""
+    if angles is None:
+        return 0
+    cos, sin = angles
+    h.cos = read_contiguous(cos)
+    h.sin = read_contiguous(sin)
+    h.batch_rows = h.x.shape[1] if cos.ndim == 3 else 0
+    h.first = first if cos.ndim == 2 else NULL
+    return 0
+
+
+cdef class Block:
+    """x + attention(x W_Q, c W_K, c W_V) W_O, normalised: the packed weights and what all calls share.
+
+    w is what _arguments.check_block_weights returns.
     """
 
     cdef PackedMatrix w_q       # holds W_K and W_V as well, if D == Dc
     cdef PackedMatrix w_kv      # then the same object
     cdef PackedMatrix w_o
-    cdef tuple kept             # the arrays that the pointers below point into
+    cdef object kept            # the arrays that the pointers below point into
     cdef const char *biases[4]
-    cdef ta_norm norm
+    cdef ta_norm pre_norm, post_norm, q_norm, k_norm
+    cdef ta_rope q_rope, k_rope
     cdef bint residual, causal
     cdef double scale
     cdef Py_ssize_t N, K, H, Hv
     cdef readonly Py_ssize_t nbytes
 
-    def __init__(self, tuple weights, tuple biases, tuple norm, bint residual, double scale,
-                 bint causal):
-        w_q, w_k, w_v, w_o = weights
+    def __init__(self, w):
+        w_q, w_k, w_v, w_o = w.matrices
         self.N, self.H = w_q.shape[1], w_q.shape[2]
         self.K, self.Hv = w_v.shape[1], w_v.shape[2]
-        flat = [w.reshape(w.shape[0], -1) for w in (w_q, w_k, w_v)]
+        flat = [matrix.reshape(matrix.shape[0], -1) for matrix in (w_q, w_k, w_v)]
         if w_q.shape[0] == w_k.shape[0]:
             self.w_q = self.w_kv = PackedMatrix(*flat)
             self.nbytes = self.w_q.nbytes
@@ -1661,28 +1745,30 @@ cdef class Block:
             self.nbytes = self.w_q.nbytes + self.w_kv.nbytes
         self.w_o = PackedMatrix(w_o.reshape(-1, w_o.shape[2]))
         self.nbytes += self.w_o.nbytes
-        self.kept = (biases, norm)
+        self.kept = w._replace(matrices=())
         for i in range(4):
-            self.biases[i] = read_vector(biases[i])
-        self.norm.columns = w_o.shape[2]
-        self.norm.normalize = norm is not None
-        if norm is not None:
-            self.norm.weight = read_vector(norm[0])
-            self.norm.bias = read_vector(norm[1])
-            self.norm.epsilon = norm[2]
-            self.norm.subtract_mean = norm[3]
-        self.residual, self.scale, self.causal = residual, scale, causal
+            self.biases[i] = read_contiguous(w.biases[i])
+        self.pre_norm = read_norm(w.norm if w.is_pre_norm else None, w_o.shape[2])
+        self.post_norm = read_norm(None if w.is_pre_norm else w.norm, w_o.shape[2])
+        self.q_norm, self.k_norm = read_norm(w.q_norm, self.H), read_norm(w.k_norm, self.H)
+        interleaved = w.rope is not None and w.rope.interleaved
+        self.q_rope = ta_rope(self.N, self.H, w.rotary_dim, interleaved, self.H, self.H)
+        self.k_rope = ta_rope(self.K, self.H, w.rotary_dim, interleaved, self.H, self.H)
+        self.residual, self.scale, self.causal = w.residual, w.scores.scale, w.is_causal
 
-    def run(self, x, context, query_offset, query_lengths, key_lengths, out, int threads):
+    def run(self, x, context, visibility, tuple q_angles, tuple k_angles, out, int threads):
         """The block's output for x[B, T, D] into out[B, T, D], in one parallel region.
 
-        context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. Returns
-        the seconds spent in projecting q, k and v, in attention, and in the rest.
+        context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. The angles
+        are cos and sin of a rope, or None: of positions from 0 on [positions, rotary_dim / 2], or those
+        of each row [B, T, rotary_dim / 2]. Returns the seconds spent in projecting q, k and v, in
+        attention, and in the rest.
         """
         cdef Gemm q_gemm, kv_gemm, o_gemm
         cdef Target[3] qkv
         cdef Target z
-        cdef Norm norm
+        cdef Norm norm, pre_norm
+        cdef Heads q_heads, k_heads
         cdef Attention a
         cdef AttentionScratch layout
         cdef Array array
@@ -1691,9 +1777,10 @@ cdef class Block:
         cdef char *workspace
         cdef const ta_kernels *kernels = self.w_q.kernels
         cdef Py_ssize_t itemsize = kernels.itemsize, N = self.N, K = self.K, H = self.H, Hv = self.Hv
-        cdef Py_ssize_t B = x.shape[0], T = x.shape[1]
+        cdef Py_ssize_t B = x.shape[0], T = x.shape[1], D = self.post_norm.columns
         cdef Py_ssize_t S = T if context is None else context.shape[1]
-        cdef Py_ssize_t i, each, q_items, kv_items, a_items, a_merges, o_items, norm_items
+        cdef Py_ssize_t i, each, q_items, kv_items, a_items, a_merges, o_items
+        cdef Py_ssize_t pre_items = 0, heads_items = 0, post_items = 0
         cdef double[4] clock
         cdef double *now = clock
         cdef bint together = context is None and self.w_kv is self.w_q
@@ -1703,11 +1790,11 @@ cdef class Block:
         read_rows(x, &q_gemm.a, &q_gemm.rows)
         read_rows(x if context is None else context, &kv_gemm.a, &kv_gemm.rows)
         read_array(out, &array, True)
-        a.query_offset = read_integers(query_offset)
-        a.query_lengths = read_integers(query_lengths)
-        a.key_lengths = read_integers(key_lengths)
+        a.query_offset = read_integers(visibility.query_offset)
+        a.query_lengths = read_integers(visibility.query_lengths)
+        a.key_lengths = read_integers(visibility.key_value_lengths)
         require_possible(<double>itemsize * B * (
-            <double>T * N * (H + Hv) + <double>S * K * (H + Hv)))
+            <double>T * (N * (H + Hv) + D) + <double>S * K * (H + Hv)))
 
         # Where q, k, v and y will lie in the scratch; what each thread needs comes behind them.
         a.kernels = kernels
@@ -1723,7 +1810,7 @@ cdef class Block:
 
         threads = team_size(threads, attention_flops(&a) + 2.0 * (
             B * T * self.w_q.depth * N * H + B * S * self.w_kv.depth * K * (H + Hv)
-            + B * T * N * Hv * self.norm.columns))
+            + B * T * N * Hv * D))
         o_gemm.rows = q_gemm.rows
         plan_gemm(&q_gemm, self.w_q, 0, 3 if together else 1, qkv, threads)
         if together:
@@ -1733,6 +1820,17 @@ cdef class Block:
             plan_gemm(&kv_gemm, self.w_kv, 1, 3, &qkv[1], threads)
         else:
             plan_gemm(&kv_gemm, self.w_kv, 0, 2, &qkv[1], threads)
+        norm.residual = q_gemm.a
+        if self.pre_norm.normalize:
+            # A row is normalised where it is packed, unless several threads would do the same to many: that
+            # costs two threads up to 1%, and grows with their number. A loop for few rows costs as much.
+            if q_gemm.panel_parts > 1 and q_gemm.rows > kernels.gemm_mr:
+                pre_items = threads
+                pre_norm.x = q_gemm.a
+                pre_norm.out_stride = D + SKEW
+                pre_norm.out = carve(&cursor, q_gemm.rows * pre_norm.out_stride * itemsize)
+            else:
+                q_gemm.a_norm = &self.pre_norm
         plan_attention(&a, threads, B)
         require_attention(&a)
         a.parts = carve(&cursor, parts_size(&a))
@@ -1756,42 +1854,70 @@ cdef class Block:
         qkv[0] = Target(a.q.data, N * H, self.biases[0])
         qkv[1] = Target(a.k.data, K * H, self.biases[1])
         qkv[2] = Target(a.v.data, K * Hv, self.biases[2])
-        z = Target(array.data, self.norm.columns, self.biases[3])
+        z = Target(array.data, D, self.biases[3])
+        if pre_items:
+            pre_norm.kernels = kernels
+            pre_norm.how = self.pre_norm
+            pre_norm.rows = q_gemm.rows
+            pre_norm.residual.data = NULL
+            pre_norm.out = scratch.data + <uintptr_t>pre_norm.out
+            q_gemm.a = Rows(pre_norm.out, q_gemm.rows, 0, pre_norm.out_stride, 1)
+        if self.q_norm.normalize or q_angles is not None:
+            q_heads = Heads(kernels, self.q_norm, self.q_rope, a.q, a.q)
+            read_angles(&q_heads, q_angles, a.query_offset)
+            q_gemm.q_heads = &q_heads
+        if self.k_norm.normalize or k_angles is not None:
+            k_heads = Heads(kernels, self.k_norm, self.k_rope, a.k, a.k)
+            read_angles(&k_heads, k_angles, NULL)
+            if together:
+                q_gemm.k_heads = &k_heads
+            else:
+                kv_gemm.k_heads = &k_heads
+        if is_unfinished(&q_gemm) or is_unfinished(&kv_gemm):
+            heads_items = threads
         o_gemm.a = Rows(a.out.data, o_gemm.rows, 0, N * Hv, 1)
-        norm.kernels = kernels
-        norm.how = self.norm
-        norm.rows = o_gemm.rows
-        norm.x = Rows(z.data, norm.rows, 0, z.row_stride, 1)
-        norm.residual = q_gemm.a
-        if not self.residual:
-            norm.residual.data = NULL
-        norm.out = z.data
-        norm.out_stride = z.row_stride
-        norm_items = 0
-        if self.norm.normalize or self.residual:
+        if self.post_norm.normalize or self.residual:
+            norm.kernels = kernels
+            norm.how = self.post_norm
+            norm.rows = o_gemm.rows
+            norm.x = Rows(z.data, norm.rows, 0, z.row_stride, 1)
+            if not self.residual:
+                norm.residual.data = NULL
+            norm.out = z.data
+            norm.out_stride = z.row_stride
             o_gemm.norm = &norm
-            if o_gemm.panel_parts > 1:
-                norm_items = threads
+            if is_unfinished(&o_gemm):
+                post_items = threads
 
         now[0] = omp_get_wtime()
         with nogil, parallel(num_threads=threads):
+            # Each loop waits for all threads at its end, even one without items.
+            if pre_items:
+                for i in prange(pre_items, schedule="static"):
+                    norm_item(&pre_norm, i, pre_items)
             for i in prange(q_items + kv_items, schedule="dynamic"):
                 if i < q_items:
                     gemm_item(&q_gemm, i, workspace + threadid() * each)
                 else:
                     gemm_item(&kv_gemm, i - q_items, workspace + threadid() * each)
+            if heads_items:
+                for i in prange(heads_items, schedule="static"):
+                    finish_item(&q_gemm, i, heads_items)
+                    finish_item(&kv_gemm, i, heads_items)
             if threadid() == 0:
                 now[1] = omp_get_wtime()
             for i in prange(a_items, schedule="dynamic"):
                 attention_item(&a, i, workspace + threadid() * each)
-            for i in prange(a_merges, schedule="static"):
-                merge_item(&a, i)
+            if a_merges:
+                for i in prange(a_merges, schedule="static"):
+                    merge_item(&a, i)
             if threadid() == 0:
                 now[2] = omp_get_wtime()
             for i in prange(o_items, schedule="dynamic"):
                 gemm_item(&o_gemm, i, workspace + threadid() * each)
-            for i in prange(norm_items, schedule="static"):
-                norm_item(&norm, i, norm_items)
+            if post_items:
+                for i in prange(post_items, schedule="static"):
+                    finish_item(&o_gemm, i, post_items)
         now[3] = omp_get_wtime()
         give_scratch(scratch)
         return (now[1] - now[0], now[2] - now[1], now[3] - now[2])
@@ -1810,7 +1936,7 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
     read_rows(x, &g.a, &g.rows)
     for i in range(len(w.columns)):
         read_array(outputs[i], &array, True)
-        targets[i] = Target(array.data, array.stride[0], read_vector(biases[i]))
+        targets[i] = Target(array.data, array.stride[0], read_contiguous(biases[i]))
     threads = team_size(threads, 2.0 * g.rows * w.depth * sum(w.columns))
     plan_gemm(&g, w, 0, <int>len(w.columns), targets, threads)
     items = gemm_items(&g)
@@ -1839,7 +1965,8 @@ def add_norm(x, residual, out, weight, bias, double epsilon, bint subtract_mean,
     read_array(out, &array, True)
     n.out = array.data
     n.out_stride = array.stride[1]
-    n.how = ta_norm(x.shape[2], True, subtract_mean, read_vector(weight), read_vector(bias), epsilon)
+    n.how = ta_norm(x.shape[2], True, subtract_mean, read_contiguous(weight), read_contiguous(bias),
+                    epsilon)
     threads = team_size(threads, 8.0 * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
     threads = <int>items
@@ -1853,19 +1980,24 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     cos and sin are [B, T, rotary_dim / 2], or the same for each sequence with a B of 1. Heads have
     contiguous columns. All is checked by the caller.
     """
-    cdef Rope r
+    cdef Heads h
+    cdef Array table
     cdef Py_ssize_t i, items
-    r.kernels = kernels_for(x.itemsize)
-    read_array(x, &r.x)
-    read_array(out, &r.out, True)
-    read_array(cos, &r.cos)
-    read_array(sin, &r.sin)
-    r.how = ta_rope(r.x.shape[2], r.x.shape[3], rotary_dim, interleaved, r.out.stride[2], r.x.stride[2])
+    h.kernels = kernels_for(x.itemsize)
+    h.norm.normalize = False
+    read_array(x, &h.x)
+    read_array(out, &h.out, True)
+    h.rope = ta_rope(0, h.x.shape[3], rotary_dim, interleaved, h.out.stride[2], h.x.stride[2])
+    h.cos = read_contiguous(cos)
+    h.sin = read_contiguous(sin)
+    read_array(cos, &table)
+    h.batch_rows = h.x.shape[1] if table.shape[0] > 1 else 0
+    h.first = NULL
     threads = team_size(threads, 8.0 * x.size)
-    items = min(<Py_ssize_t>threads, r.x.shape[0] * r.x.shape[1])
+    items = min(<Py_ssize_t>threads, h.x.shape[0] * h.x.shape[1])
     threads = <int>items
     for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
-        rope_item(&r, i, items)
+        finish_heads(&h, i, i + 1, items)
 
 
 if ta_watch_fork() != 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tileattn import _core
 from tileattn._arguments import (
     Array,
+    Integers,
     NormParameters,
     NormPosition,
     SetOnce,
@@ -184,6 +185,8 @@ class RMSNorm(_Norm):
 
 DEFAULT_NORM = LayerNorm()
 
+Angles: TypeAlias = tuple[Array, Array]  # cos and sin
+
 
 class AttentionBlock(SetOnce):
     """A transformer's attention block with its weights packed once, called as often as needed.
@@ -222,7 +225,7 @@ class AttentionBlock(SetOnce):
     num_heads, num_kv_heads, head_dim, v_head_dim, model_dim, context_dim : int
         N, K, H, Hv, D, Dc.
     dtype : numpy.dtype
-    norm, norm_position, residual, scale, is_causal
+    norm, norm_position, residual, rope, q_norm, k_norm, scale, is_causal
         As given.
     nbytes : int
         Bytes of the packed weights.
@@ -232,8 +235,7 @@ class AttentionBlock(SetOnce):
     TypeError, ValueError
         For weights whose dtypes or shapes do not fit together.
     NotImplementedError
-        For what only `tileattn.reference` has so far: the norm_position "pre", `rope`, `q_norm`,
-        `k_norm`, `softcap`, `local_window_size` and `sinks`.
+        For what only `tileattn.reference` has so far: `softcap`, `local_window_size` and `sinks`.
 
     Notes
     -----
@@ -303,26 +305,15 @@ class AttentionBlock(SetOnce):
         self.model_dim, self.num_heads, self.head_dim = w_q.shape
         self.context_dim, self.num_kv_heads, self.v_head_dim = w_v.shape
         self.norm, self.norm_position = norm, norm_position
+        self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.residual, self.scale, self.is_causal = w.residual, w.scores.scale, w.is_causal
+        self._reads_rows = w.residual or (w.is_pre_norm and w.norm is not None)
         _refuse_what_the_kernels_lack(
-            norm_position=w.norm is not None and w.is_pre_norm,
-            rope=rope is not None,
-            q_norm=q_norm is not None,
-            k_norm=k_norm is not None,
             softcap=w.scores.softcap != 0,
             local_window_size=w.window is not None,
             sinks=w.scores.sinks is not None,
         )
-        self._core = _core.Block(
-            w.matrices,
-            w.biases,
-            None
-            if w.norm is None
-            else (w.norm.weight, w.norm.bias, w.norm.eps, w.norm.subtract_mean),
-            w.residual,
-            w.scores.scale,
-            w.is_causal,
-        )
+        self._core = _core.Block(w)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -524,10 +515,12 @@ class AttentionBlock(SetOnce):
             if name not in names:
                 raise TypeError(f"profile got an unexpected keyword argument {name!r}")
         output, seconds = self._run(x, *(options.get(name) for name in names))
-        last = "project output"
-        if self.norm is not None and self.norm_position is not None:
+        first, last = "project q, k, v", "project output"
+        if self.norm is not None and self.norm_position == "pre":
+            first = f"{type(self.norm).__name__} + {first}"
+        elif self.norm is not None and self.norm_position == "post":
             last += f" + {type(self.norm).__name__}"
-        return output, list(zip(("project q, k, v", "attention", last), seconds, strict=True))
+        return output, list(zip((first, "attention", last), seconds, strict=True))
 
     def _run(
         self,
@@ -554,12 +547,13 @@ class AttentionBlock(SetOnce):
             query_offset=query_offset,
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
+            has_rope=self.rope is not None,
             out=out,
         )
         threads = resolve_threads(num_threads)
         _refuse_what_the_kernels_lack(bias=bias is not None, mask=visibility.mask is not None)
-        # The norm reads x by whole vectors; projections take any strides.
-        if self.residual and not _has_whole_rows(x):
+        # Norms and the residual read x by whole vectors; projections take any strides.
+        if self._reads_rows and not _has_whole_rows(x):
             x = np.ascontiguousarray(x)
         if out is not None and out.flags.c_contiguous:
             result = out
@@ -568,9 +562,8 @@ class AttentionBlock(SetOnce):
         seconds = self._core.run(
             x,
             context,
-            visibility.query_offset,
-            visibility.query_lengths,
-            visibility.key_value_lengths,
+            visibility,
+            *self._angles(x, context, visibility.query_offset),
             result if has_batch else result[None],
             threads,
         )
@@ -578,6 +571,20 @@ class AttentionBlock(SetOnce):
             out[...] = result
             result = out
         return result, seconds
+
+    def _angles(
+        self, x: Array, context: Array | None, offset: Integers | None
+    ) -> tuple[Angles | None, Angles | None]:
+        """cos and sin for queries and keys: one table by position, where the keys' serves both."""
+        if self.rope is None:
+            return None, None
+        B, T, _ = x.shape
+        S = T if context is None else context.shape[1]
+        of_keys = self.rope.tables_of_first(S, self.head_dim, self.dtype)
+        if offset is None or B == 0 or offset.max() + T <= S:
+            return of_keys, of_keys
+        positions = offset[:, None] + np.arange(T)
+        return self.rope.tables(positions, self.head_dim, self.dtype), of_keys
 
 
 # TODO: goes away with the kernels that have these.

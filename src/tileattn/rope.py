@@ -311,9 +311,10 @@ class Rope(RopeParameters):
             )
         self.scaling = scaling
         self._latest: list[_Tables | None] = [None]
+        self._first: list[_Tables | None] = [None]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_latest": [None]}
+        return {**vars(self), "_latest": [None], "_first": [None]}
 
     def __repr__(self) -> str:
         parts = [f"theta={self.theta}"]
@@ -410,14 +411,45 @@ class Rope(RopeParameters):
             Contiguous and read-only.
         """
         latest = self._latest[0]
-        if latest is None or not latest.hold(positions, head_dim, np.dtype(dtype)):
-            angles = positions[..., None] * self.frequencies(head_dim)
-            factor = 1.0 if self.scaling is None else self.scaling.attention_factor
-            cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
-            cos.flags.writeable = sin.flags.writeable = False
-            latest = _Tables(positions.copy(), head_dim, cos, sin)
-            self._latest[0] = latest
+        if (
+            latest is None
+            or not latest.fit(head_dim, dtype)
+            or not np.array_equal(latest.positions, positions)
+        ):
+            latest = self._latest[0] = self._make_tables(positions.copy(), head_dim, dtype)
         return latest.cos, latest.sin
+
+    def tables_of_first(
+        self, count: int, head_dim: int, dtype: npt.DTypeLike
+    ) -> tuple[Array, Array]:
+        """`tables` of the positions 0 to count - 1, or more: kept, and grown by half where needed.
+
+        Parameters
+        ----------
+        count : int
+        head_dim : int
+            H.
+        dtype : float32 or float64
+
+        Returns
+        -------
+        cos, sin : arrays [count or more, rotary_dim / 2] of that dtype
+            Contiguous and read-only.
+        """
+        first = self._first[0]
+        if first is None or not first.fit(head_dim, dtype):
+            first = self._first[0] = self._make_tables(np.arange(count), head_dim, dtype)
+        elif len(first.positions) < count:
+            count = max(count, len(first.positions) * 3 // 2)
+            first = self._first[0] = self._make_tables(np.arange(count), head_dim, dtype)
+        return first.cos, first.sin
+
+    def _make_tables(self, positions: Integers, head_dim: int, dtype: npt.DTypeLike) -> _Tables:
+        angles = positions[..., None] * self.frequencies(head_dim)
+        factor = 1.0 if self.scaling is None else self.scaling.attention_factor
+        cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
+        cos.flags.writeable = sin.flags.writeable = False
+        return _Tables(positions, head_dim, cos, sin)
 
     def __call__(
         self,
@@ -529,12 +561,8 @@ class _Tables:
     cos: Array
     sin: Array
 
-    def hold(self, positions: Integers, head_dim: int, dtype: np.dtype[Any]) -> bool:
-        return (
-            self.head_dim == head_dim
-            and self.cos.dtype == dtype
-            and np.array_equal(self.positions, positions)
-        )
+    def fit(self, head_dim: int, dtype: npt.DTypeLike) -> bool:
+        return self.head_dim == head_dim and self.cos.dtype == dtype
 
 
 def _frequencies(theta: float, rotary_dim: int) -> Float64:
