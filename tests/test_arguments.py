@@ -971,30 +971,6 @@ def test_out_of_a_block_may_not_overlap_its_bias_or_mask():
             refused(call, ValueError, "out overlaps", name)
 
 
-BLOCK_LACKS = {
-    "softcap": 30.0,
-    "local_window_size": 1,
-    "sinks": random(0, N),
-    "bias": random(0, T, T),
-    "mask": np.ones((T, T), bool),
-}
-
-
-@pytest.mark.parametrize("name", BLOCK_LACKS)
-def test_a_block_refuses_what_its_kernels_lack(name):
-    option = {name: BLOCK_LACKS[name]}
-    arguments = {**block_weights(), "x": random(9, B, T, D), "out": np.full((B, T, D), 7, F32)}
-    refused(lambda: attention_block(**arguments, **option), NotImplementedError, name)
-    assert (arguments["out"] == 7).all()
-    if name in ("bias", "mask"):
-        block = AttentionBlock(**block_weights())
-        refused(lambda: block.profile(arguments["x"], **option), NotImplementedError, name)
-    else:
-        refused(lambda: AttentionBlock(**block_weights(), **option), NotImplementedError, name)
-        linear = linear_weights()
-        refused(lambda: AttentionBlock.from_linear(**linear, **option), NotImplementedError, name)
-
-
 def test_a_block_takes_what_changes_nothing():
     x = random(9, B, T, D)
     expected = attention_block(x, **block_weights(), norm=None)

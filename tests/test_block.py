@@ -565,7 +565,8 @@ def test_a_block_and_a_norm_do_not_change():
             kind_name = type(kind).__name__
             with pytest.raises(AttributeError, match=f"^{kind_name}.{name} does not change"):
                 setattr(kind, name, None)
-    for array in (norm.weight, norm.bias, rms_norm.weight):
+    sinks = AttentionBlock(*Sizes().weights(), sinks=random(0, 4)).sinks
+    for array in (norm.weight, norm.bias, rms_norm.weight, sinks):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
 
@@ -786,10 +787,23 @@ def blocks(draw):
             interleaved=draw(st.booleans()),
             scaling=draw(st.sampled_from([None, RopeScaling.yarn(4.0, 16)])),
         )
+    if draw(st.booleans()):
+        made["softcap"] = draw(st.sampled_from([0.5, 3.0]))
+    if draw(st.booleans()):
+        side = st.one_of(st.none(), st.integers(0, 50))
+        made["local_window_size"] = draw(st.one_of(st.integers(0, 50), st.tuples(side, side)))
+    if draw(st.booleans()):
+        made["sinks"] = random(seed + 90, K * G, dtype=dtype)
     called = {}
+    shape = [draw(st.sampled_from([n, 1])) for n in (B, K * G, T, S)]
+    if draw(st.booleans()):
+        called["bias"] = random(seed + 70, *shape, dtype=draw(st.sampled_from(DTYPES)))
+    if draw(st.booleans()):
+        called["mask"] = random(seed + 80, *shape) > -0.5
     if has_context:
         called["context"] = draw(layout)(random(seed + 50, B, S, Dc, dtype=dtype))
-    if ("rope" in made or made["is_causal"]) and (S != T or draw(st.booleans())):
+    placed = "rope" in made or "local_window_size" in made or made["is_causal"]
+    if placed and (S != T or draw(st.booleans())):
         offsets = st.integers(0 if "rope" in made else -40, 40)
         called["query_offset"] = draw(st.one_of(offsets, st.lists(offsets, min_size=B, max_size=B)))
     for name, limit in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):

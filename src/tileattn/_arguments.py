@@ -815,7 +815,7 @@ def check_alibi_slopes(
 
 
 def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Array | None:
-    """Sinks as a copy [N]."""
+    """Sinks as a read-only copy [N]."""
     if sinks is None:
         return None
     array = check_array("sinks", sinks, halves=True)
@@ -825,6 +825,7 @@ def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Ar
         copy = np.array(array, arithmetic_type(dtype), order="C")
     if not (copy < np.inf).all():
         raise ValueError(f"sinks must be finite in {copy.dtype}, or -inf for none, got {array}")
+    copy.flags.writeable = False
     return copy
 
 

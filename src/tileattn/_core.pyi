@@ -64,6 +64,7 @@ class Block:
         self,
         x: _Array,
         context: _Array | None,
+        scores: Scores,
         visibility: Visibility,
         q_angles: tuple[_Array, _Array] | None,
         k_angles: tuple[_Array, _Array] | None,

@@ -1684,7 +1684,7 @@ def merge_states(list outs, list lses, out, lse, str dtype, int threads):
     give_scratch(scratch)
 
 
-cdef const char *read_contiguous(object source) except? NULL:
+cdef const char *read_vector(object source) except? NULL:
     """Pointer to a contiguous array, NULL for None."""
     cdef Array array
     if source is None:
@@ -1697,8 +1697,8 @@ cdef ta_norm read_norm(object norm, Py_ssize_t columns) except *:
     """What a LayerNorm or an RMSNorm does to a row, or nothing for None; the caller keeps it alive."""
     if norm is None:
         return ta_norm(columns, False, False, NULL, NULL, 0)
-    return ta_norm(columns, True, norm.subtract_mean, read_contiguous(norm.weight),
-                   read_contiguous(norm.bias), norm.eps)
+    return ta_norm(columns, True, norm.subtract_mean, read_vector(norm.weight),
+                   read_vector(norm.bias), norm.eps)
 
 
 cdef int read_angles(Heads *h, tuple angles, const int64_t *first) except -1:
@@ -1706,8 +1706,8 @@ cdef int read_angles(Heads *h, tuple angles, const int64_t *first) except -1:
     if angles is None:
         return 0
     cos, sin = angles
-    h.cos = read_contiguous(cos)
-    h.sin = read_contiguous(sin)
+    h.cos = read_vector(cos)
+    h.sin = read_vector(sin)
     h.batch_rows = h.x.shape[1] if cos.ndim == 3 else 0
     h.first = first if cos.ndim == 2 else NULL
     return 0
@@ -1726,8 +1726,7 @@ cdef class Block:
     cdef const char *biases[4]
     cdef ta_norm pre_norm, post_norm, q_norm, k_norm
     cdef ta_rope q_rope, k_rope
-    cdef bint residual, causal
-    cdef double scale
+    cdef bint residual
     cdef Py_ssize_t N, K, H, Hv
     cdef readonly Py_ssize_t nbytes
 
@@ -1747,16 +1746,16 @@ cdef class Block:
         self.nbytes += self.w_o.nbytes
         self.kept = w._replace(matrices=())
         for i in range(4):
-            self.biases[i] = read_contiguous(w.biases[i])
+            self.biases[i] = read_vector(w.biases[i])
         self.pre_norm = read_norm(w.norm if w.is_pre_norm else None, w_o.shape[2])
         self.post_norm = read_norm(None if w.is_pre_norm else w.norm, w_o.shape[2])
         self.q_norm, self.k_norm = read_norm(w.q_norm, self.H), read_norm(w.k_norm, self.H)
         interleaved = w.rope is not None and w.rope.interleaved
         self.q_rope = ta_rope(self.N, self.H, w.rotary_dim, interleaved, self.H, self.H)
         self.k_rope = ta_rope(self.K, self.H, w.rotary_dim, interleaved, self.H, self.H)
-        self.residual, self.scale, self.causal = w.residual, w.scores.scale, w.is_causal
+        self.residual = w.residual
 
-    def run(self, x, context, visibility, tuple q_angles, tuple k_angles, out, int threads):
+    def run(self, x, context, scores, visibility, tuple q_angles, tuple k_angles, out, int threads):
         """The block's output for x[B, T, D] into out[B, T, D], in one parallel region.
 
         context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. The angles
@@ -1790,22 +1789,17 @@ cdef class Block:
         read_rows(x, &q_gemm.a, &q_gemm.rows)
         read_rows(x if context is None else context, &kv_gemm.a, &kv_gemm.rows)
         read_array(out, &array, True)
-        a.query_offset = read_integers(visibility.query_offset)
-        a.query_lengths = read_integers(visibility.query_lengths)
-        a.key_lengths = read_integers(visibility.key_value_lengths)
+        a.kernels = kernels
+        read_options(&a, scores, visibility)
         require_possible(<double>itemsize * B * (
             <double>T * (N * (H + Hv) + D) + <double>S * K * (H + Hv)))
 
         # Where q, k, v and y will lie in the scratch; what each thread needs comes behind them.
-        a.kernels = kernels
         a.q = whole_array(carve(&cursor, B * T * N * H * itemsize), B, T, N, H)
         a.k = whole_array(carve(&cursor, B * S * K * H * itemsize), B, S, K, H)
         a.v = whole_array(carve(&cursor, B * S * K * Hv * itemsize), B, S, K, Hv)
         a.out = whole_array(carve(&cursor, B * T * N * Hv * itemsize), B, T, N, Hv)
         a.lse.data = NULL
-        no_options(&a)
-        a.scale = self.scale
-        a.causal = self.causal
         a.group = N // K
 
         threads = team_size(threads, attention_flops(&a) + 2.0 * (
@@ -1936,7 +1930,7 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
     read_rows(x, &g.a, &g.rows)
     for i in range(len(w.columns)):
         read_array(outputs[i], &array, True)
-        targets[i] = Target(array.data, array.stride[0], read_contiguous(biases[i]))
+        targets[i] = Target(array.data, array.stride[0], read_vector(biases[i]))
     threads = team_size(threads, 2.0 * g.rows * w.depth * sum(w.columns))
     plan_gemm(&g, w, 0, <int>len(w.columns), targets, threads)
     items = gemm_items(&g)
@@ -1965,7 +1959,7 @@ def add_norm(x, residual, out, weight, bias, double epsilon, bint subtract_mean,
     read_array(out, &array, True)
     n.out = array.data
     n.out_stride = array.stride[1]
-    n.how = ta_norm(x.shape[2], True, subtract_mean, read_contiguous(weight), read_contiguous(bias),
+    n.how = ta_norm(x.shape[2], True, subtract_mean, read_vector(weight), read_vector(bias),
                     epsilon)
     threads = team_size(threads, 8.0 * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
@@ -1988,8 +1982,8 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     read_array(x, &h.x)
     read_array(out, &h.out, True)
     h.rope = ta_rope(0, h.x.shape[3], rotary_dim, interleaved, h.out.stride[2], h.x.stride[2])
-    h.cos = read_contiguous(cos)
-    h.sin = read_contiguous(sin)
+    h.cos = read_vector(cos)
+    h.sin = read_vector(sin)
     read_array(cos, &table)
     h.batch_rows = h.x.shape[1] if table.shape[0] > 1 else 0
     h.first = NULL

@@ -225,8 +225,9 @@ class AttentionBlock(SetOnce):
     num_heads, num_kv_heads, head_dim, v_head_dim, model_dim, context_dim : int
         N, K, H, Hv, D, Dc.
     dtype : numpy.dtype
-    norm, norm_position, residual, rope, q_norm, k_norm, scale, is_causal
-        As given.
+    norm, norm_position, residual, rope, q_norm, k_norm
+    scale, softcap, is_causal, local_window_size, sinks
+        As given; `sinks` is a copy.
     nbytes : int
         Bytes of the packed weights.
 
@@ -234,8 +235,6 @@ class AttentionBlock(SetOnce):
     ------
     TypeError, ValueError
         For weights whose dtypes or shapes do not fit together.
-    NotImplementedError
-        For what only `tileattn.reference` has so far: `softcap`, `local_window_size` and `sinks`.
 
     Notes
     -----
@@ -308,11 +307,12 @@ class AttentionBlock(SetOnce):
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.residual, self.scale, self.is_causal = w.residual, w.scores.scale, w.is_causal
         self._reads_rows = w.residual or (w.is_pre_norm and w.norm is not None)
-        _refuse_what_the_kernels_lack(
-            softcap=w.scores.softcap != 0,
-            local_window_size=w.window is not None,
-            sinks=w.scores.sinks is not None,
+        self.softcap, self.local_window_size, self.sinks = (
+            softcap,
+            local_window_size,
+            w.scores.sinks,
         )
+        self._scores = w.scores
         self._core = _core.Block(w)
 
     def __reduce__(self) -> NoReturn:
@@ -470,8 +470,6 @@ class AttentionBlock(SetOnce):
         ------
         TypeError, ValueError
             For dtypes or shapes that do not fit. Nothing has been written then.
-        NotImplementedError
-            For what only `tileattn.reference` has so far: `bias` and `mask`.
         """
         return self._run(
             x,
@@ -547,11 +545,11 @@ class AttentionBlock(SetOnce):
             query_offset=query_offset,
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=self.local_window_size,
             has_rope=self.rope is not None,
             out=out,
         )
         threads = resolve_threads(num_threads)
-        _refuse_what_the_kernels_lack(bias=bias is not None, mask=visibility.mask is not None)
         # Norms and the residual read x by whole vectors; projections take any strides.
         if self._reads_rows and not _has_whole_rows(x):
             x = np.ascontiguousarray(x)
@@ -562,6 +560,7 @@ class AttentionBlock(SetOnce):
         seconds = self._core.run(
             x,
             context,
+            self._scores if bias is None else self._scores._replace(bias=bias),
             visibility,
             *self._angles(x, context, visibility.query_offset),
             result if has_batch else result[None],
@@ -585,16 +584,6 @@ class AttentionBlock(SetOnce):
             return of_keys, of_keys
         positions = offset[:, None] + np.arange(T)
         return self.rope.tables(positions, self.head_dim, self.dtype), of_keys
-
-
-# TODO: goes away with the kernels that have these.
-def _refuse_what_the_kernels_lack(**lacking: bool) -> None:
-    given = [name for name, is_given in lacking.items() if is_given]
-    if given:
-        raise NotImplementedError(
-            f"no kernel of a block has {', '.join(given)} yet; tileattn.reference.attention_block "
-            f"does"
-        )
 
 
 def _from_linear_arguments(
@@ -725,8 +714,6 @@ def attention_block(
     ------
     TypeError, ValueError
         For dtypes or shapes that do not fit. Nothing has been written then.
-    NotImplementedError
-        As in the constructor of `AttentionBlock` and in a call of it.
 
     Examples
     --------
