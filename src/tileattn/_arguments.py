@@ -870,15 +870,12 @@ def check_visibility(
     causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
     needed_by = _what_needs_positions(causal, window, alibi_slopes, has_rope)
     offset = check_query_offset(query_offset, B, T, S, needed_by=needed_by)
-    if (
-        has_rope
-        and offset is not None
-        and B
-        and (offset.min() < 0 or offset.max() + T > POSITION_LIMIT)
-    ):
-        raise ValueError(
-            f"query_offset must lie between 0 and 2**53 - T with rope, got {query_offset!r}"
-        )
+    if has_rope and offset is not None and B:
+        lowest, highest = bounds(offset)
+        if lowest < 0 or highest + T > POSITION_LIMIT:
+            raise ValueError(
+                f"query_offset must lie between 0 and 2**53 - T with rope, got {query_offset!r}"
+            )
     return Visibility(
         causal,
         offset,
@@ -913,6 +910,15 @@ def as_integers(name: str, value: npt.ArrayLike) -> Array:
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} is too large: {array.max()}")
     return array
+
+
+def bounds(integers: Integers) -> tuple[int, int]:
+    """The smallest and the largest of some integers."""
+    # A reduction of NumPy's takes 2 us, a small block 10.
+    if integers.size <= 32:
+        values = integers.tolist()
+        return min(values), max(values)
+    return int(integers.min()), int(integers.max())
 
 
 def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> Integers:
@@ -977,8 +983,10 @@ def check_query_offset(
             )
         return None
     offset = check_integers("query_offset", query_offset, B, scalar=True)
-    if B and (offset.min() < -OFFSET_LIMIT or offset.max() > OFFSET_LIMIT):
-        raise ValueError(f"query_offset must lie within +-2**60, got {query_offset!r}")
+    if B:
+        lowest, highest = bounds(offset)
+        if lowest < -OFFSET_LIMIT or highest > OFFSET_LIMIT:
+            raise ValueError(f"query_offset must lie within +-2**60, got {query_offset!r}")
     return offset
 
 
@@ -986,10 +994,10 @@ def check_lengths(name: str, value: npt.ArrayLike | None, B: int, limit: int) ->
     if value is None:
         return None
     lengths = check_integers(name, value, B, scalar=False)
-    if B and (lengths.min() < 0 or lengths.max() > limit):
-        raise ValueError(
-            f"{name} must lie between 0 and {limit}, got {lengths.min()} ... {lengths.max()}"
-        )
+    if B:
+        lowest, highest = bounds(lengths)
+        if lowest < 0 or highest > limit:
+            raise ValueError(f"{name} must lie between 0 and {limit}, got {lowest} ... {highest}")
     return lengths
 
 

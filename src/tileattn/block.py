@@ -16,6 +16,7 @@ from tileattn._arguments import (
     NormPosition,
     SetOnce,
     Window,
+    bounds,
     check_array,
     check_block_inputs,
     check_block_weights,
@@ -580,7 +581,7 @@ class AttentionBlock(SetOnce):
         B, T, _ = x.shape
         S = T if context is None else context.shape[1]
         of_keys = self.rope.tables_of_first(S, self.head_dim, self.dtype)
-        if offset is None or B == 0 or offset.max() + T <= S:
+        if offset is None or B == 0 or bounds(offset)[1] + T <= S:
             return of_keys, of_keys
         positions = offset[:, None] + np.arange(T)
         return self.rope.tables(positions, self.head_dim, self.dtype), of_keys
