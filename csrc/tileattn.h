@@ -72,8 +72,10 @@ typedef struct ta_attention_tile {
     ptrdiff_t q_stride;
     const void *k; /* [panel][head_dim][attention_nr], packed; [key][k_stride] for weigh_few */
     ptrdiff_t k_stride;
+    int k_storage; /* a ta_storage, TA_REAL where packed */
     const void *v; /* [key][v_stride] */
     ptrdiff_t v_stride;
+    int v_storage;
     ptrdiff_t key_start; /* position of the block's first key; from here on keys are counted from it: */
     ptrdiff_t key_begin; /* keys that any of the rows sees: [key_begin, key_end) */
     ptrdiff_t key_end;
@@ -88,9 +90,10 @@ typedef struct ta_attention_tile {
     void *row_sum;                   /* [rows][vl]; the sum is that of the lanes */
     void *out;                       /* [rows][out_stride], running sum of weighted values */
     ptrdiff_t out_stride;
-    const void
+    const char
         *next; /* what the second-level cache is asked for meanwhile, a row a key; NULL for nothing */
-    ptrdiff_t next_stride;
+    ptrdiff_t next_stride; /* in bytes */
+    ptrdiff_t next_size;   /* bytes of an element there */
 } ta_attention_tile;
 
 /* Rows of attention over one part of the keys. */
@@ -159,6 +162,8 @@ typedef struct ta_kernels {
      * zeros and -inf for a row that has seen no key. The storage is that of dst. */
     void (*finish_row[TA_STORAGES])(void *dst, ptrdiff_t column_stride, ptrdiff_t columns, void *lse,
                                     const void *out, const void *row_max, const void *row_sum);
+    /* dst[j] = src[j] for j < count. The storage is that of dst. */
+    void (*store_row[TA_STORAGES])(void *dst, const void *src, ptrdiff_t count);
     /* The union of disjoint parts of the keys, for a few rows. */
     void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile);
 

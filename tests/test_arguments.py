@@ -553,11 +553,6 @@ def test_halves_are_storage_types(dtype):
     refused(lambda: LayerNorm()(arguments["q"]), TypeError, "x", np.dtype(dtype), "float32")
 
 
-def test_what_no_kernel_has_is_said_so():
-    halves = {name: array.astype(np.float16) for name, array in attention_arguments().items()}
-    refused(lambda: dot_product_attention(**halves), NotImplementedError, "float16")
-
-
 # ------------------------------------------------------------------ varlen_attention
 
 

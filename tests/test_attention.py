@@ -27,6 +27,7 @@ from tileattn import dot_product_attention, reference
 
 NAN, INF = np.nan, np.inf
 DTYPES = [np.float32, np.float64]
+STORED = [*DTYPES, *HALVES]  # halves are computed in float32
 
 
 def qkv(B=1, T=5, S=None, N=2, K=None, H=8, Hv=None, dtype=np.float32, seed=0):
@@ -58,7 +59,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_result_and_lse(size, dtype):
     q, k, v = qkv(**size, dtype=dtype)
@@ -95,7 +96,7 @@ def test_every_number_of_rows_around_the_tiles():
         check_attention(got, q, k, v, is_causal=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 def test_every_number_of_few_rows(dtype):
     """Up to 15 rows of a group, and the first numbers above; widths off the vectors, and whole."""
     for T in range(1, 16):
@@ -275,7 +276,7 @@ def test_lengths_do_not_move_the_offset():
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity(dtype):
     q, k, v = qkv(B=3, T=70, S=300, N=4, K=2, dtype=dtype)
     options = {
@@ -626,7 +627,7 @@ def test_scale_defaults_to_one_over_the_root_of_the_head_width():
 # ------------------------------------------------------------------ arrays as they come
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize(
     "size",
     [
@@ -678,7 +679,7 @@ def test_nested_lists_and_subclasses_are_arrays_too():
 
 
 @pytest.mark.parametrize("Hv", [5, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 def test_out_of_any_strides(dtype, Hv):
     q, k, v = qkv(B=2, T=9, S=40, N=4, K=2, H=8, Hv=Hv, dtype=dtype)
     expected = dot_product_attention(q, k, v)
@@ -687,6 +688,23 @@ def test_out_of_any_strides(dtype, Hv):
         got = dot_product_attention(q, k, v, out=view)
         assert got is view
         assert same_bits(view.copy(order="C"), expected), name
+
+
+@pytest.mark.parametrize("T", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_what_they_are_in_float32(dtype, T):
+    """They are read exactly; the result is rounded once, or not at all for an out of float32."""
+    for H in (16, 9):
+        q, k, v = qkv(B=2, T=T, S=600, N=4, K=2, H=H, dtype=dtype)
+        options = {"is_causal": True, "query_offset": 570, "return_lse": True}
+        wide, wide_lse = dot_product_attention(
+            *(a.astype(np.float32) for a in (q, k, v)), **options
+        )
+        got, lse = dot_product_attention(q, k, v, **options)
+        assert same_bits(got, wide.astype(dtype))
+        out, _ = dot_product_attention(q, k, v, out=np.empty(got.shape, np.float32), **options)
+        assert same_bits(out, wide)
+        assert same_bits(lse, wide_lse)
 
 
 def test_nothing_is_written_around_out():
@@ -984,7 +1002,7 @@ def calls(draw):
     T = draw(sizes | st.integers(1, 5))  # few rows read keys and values as they lie
     S = draw(sizes | st.integers(250, 262) | st.sampled_from([511, 513, 1030]))
     H, Hv = (draw(sizes | st.sampled_from([16, 32])) for _ in range(2))
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = draw(st.sampled_from(STORED))
     arrays = []
     for i, shape in enumerate(((B, T, K * G, H), (B, S, K, H), (B, S, K, Hv))):
         values = random(draw(st.integers(0, 9)) + i, *shape, dtype=dtype)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracle import LAYOUTS, WRITABLE, Guarded, check_weights, random, same_bits
+from tests.oracle import HALVES, LAYOUTS, WRITABLE, Guarded, check_weights, random, same_bits
 from tileattn import attention_weights, dot_product_attention, reference
 
 DTYPES = [np.float32, np.float64]
@@ -71,6 +71,14 @@ def test_every_option(size, dtype, reduce):
             expected = reference.attention_weights(q, k, lse, **call)
             assert got.shape == expected.shape
             check_weights(got, q, k, lse, **call)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_weigh_as_in_float32(dtype, reduce):
+    q, k, lse = arrays(T=20, S=40, dtype=dtype)
+    wide = attention_weights(q.astype(np.float32), k.astype(np.float32), lse, reduce=reduce)
+    assert same_bits(attention_weights(q, k, lse, reduce=reduce), wide)
 
 
 def test_weights_times_values_are_attention():

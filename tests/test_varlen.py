@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tileattn
-from tests.oracle import LAYOUTS, WRITABLE, Guarded, check_attention, random, same_bits
+from tests.oracle import HALVES, LAYOUTS, WRITABLE, Guarded, check_attention, random, same_bits
 from tileattn import dot_product_attention, reference, varlen_attention
 
 DTYPES = [np.float32, np.float64]
@@ -61,7 +61,7 @@ def check_bits(call, options, **how):
     return out, lse
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_sequences_get_the_bits_they_get_alone(lengths, dtype):
     call = packed(lengths, dtype=dtype, Hv=5)

@@ -226,7 +226,7 @@ TA_INLINE void weigh_body(const int rows, const ta_attention_tile *t)
                     acc[i][j] = vec_all(from.of_row[i]);
             }
         }
-        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1,
+        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1, TA_REAL,
                        (const real *)t->k + panel * t->head_dim, TA_KEYS);
         weigh_panel(rows, acc, t, panel, &from);
     }
@@ -252,8 +252,9 @@ static void TA_NAME(weigh_tile)(const ta_attention_tile *t)
 /* The products of `rows` query rows with TA_VL / rows keys, in lanes [row][key]: sums along the head in
  * each lane, then over the lanes by halves, the same for every row and key. */
 #define dot_products TA_NAME(dot_products)
-TA_INLINE vec dot_products(const int rows, const real *q, ptrdiff_t q_stride, const real *const *k,
-                           const real *const *next, ptrdiff_t head_dim)
+TA_INLINE vec dot_products(const int rows, const int storage, const real *q, ptrdiff_t q_stride,
+                           const char *const *k, const char *const *next, ptrdiff_t next_size,
+                           ptrdiff_t head_dim)
 {
     const int keys = TA_VL / rows;
     vec acc[TA_VL];
@@ -267,9 +268,9 @@ TA_INLINE vec dot_products(const int rows, const real *q, ptrdiff_t q_stride, co
             q_part[i] = vec_load(q + i * q_stride + h);
         TA_UNROLL
         for (int j = 0; j < keys; j++) {
-            vec k_part = vec_load(k[j] + h);
+            vec k_part = load_vector(storage, k[j] + h * stored_size(storage));
             if (next != NULL)
-                __builtin_prefetch(next[j] + h, 0, 2);
+                __builtin_prefetch(next[j] + h * next_size, 0, 2);
             TA_UNROLL
             for (int i = 0; i < rows; i++)
                 acc[i * keys + j] += q_part[i] * k_part;
@@ -285,25 +286,27 @@ TA_INLINE vec dot_products(const int rows, const real *q, ptrdiff_t q_stride, co
 }
 
 #define few_body TA_NAME(few_body)
-TA_INLINE void few_body(const int rows, const ta_attention_tile *t)
+TA_INLINE void few_body(const int rows, const int storage, const ta_attention_tile *t)
 {
     const int keys = TA_VL / rows;
+    const ptrdiff_t k_step = t->k_stride * stored_size(storage);
     const int fetch = t->next != NULL;
     starts from;
     start_scores(rows, t, &from);
     for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
         real dots[TA_FEW_ROWS][TA_KEYS];
         for (int key = 0; key < TA_KEYS; key += keys) {
-            const real *k[TA_VL], *next[TA_VL];
+            const char *k[TA_VL], *next[TA_VL];
             TA_UNROLL
             for (int j = 0; j < keys; j++) {
                 ptrdiff_t at = panel + key + j;
                 at = at < t->key_begin ? t->key_begin : at < t->key_end ? at : t->key_end - 1;
-                k[j] = (const real *)t->k + at * t->k_stride;
-                next[j] = fetch ? (const real *)t->next + at * t->next_stride : NULL;
+                k[j] = (const char *)t->k + at * k_step;
+                next[j] = fetch ? t->next + at * t->next_stride : NULL;
             }
             real lanes[TA_VL];
-            vec_store(lanes, dot_products(rows, t->q, t->q_stride, k, fetch ? next : NULL, t->head_dim));
+            vec_store(lanes, dot_products(rows, storage, t->q, t->q_stride, k, fetch ? next : NULL,
+                                          t->next_size, t->head_dim));
             TA_UNROLL
             for (int i = 0; i < rows; i++)
                 memcpy(dots[i] + key, lanes + i * keys, keys * sizeof(real));
@@ -329,44 +332,50 @@ TA_INLINE void few_body(const int rows, const ta_attention_tile *t)
     }
 }
 
-#define TA_INSTANCE(ROWS)                                            \
-    TA_NOINLINE void TA_NAME(few_##ROWS)(const ta_attention_tile *t) \
-    {                                                                \
-        few_body(ROWS, t);                                           \
+#define TA_INSTANCE(STORAGE, NAME)                             \
+    TA_NOINLINE void TA_NAME(NAME)(const ta_attention_tile *t) \
+    {                                                          \
+        few_body(TA_ROWS, STORAGE, t);                         \
     }
-TA_INSTANCE(1)
-TA_INSTANCE(2)
+#define TA_ROWS 1
+TA_EACH_STORAGE(TA_INSTANCE, few_1)
+#undef TA_ROWS
+#define TA_ROWS 2
+TA_EACH_STORAGE(TA_INSTANCE, few_2)
+#undef TA_ROWS
 #if TA_FEW_ROWS >= 4
-TA_INSTANCE(4)
+#define TA_ROWS 4
+TA_EACH_STORAGE(TA_INSTANCE, few_4)
+#undef TA_ROWS
 #endif
 #if TA_FEW_ROWS >= 8
-TA_INSTANCE(8)
+#define TA_ROWS 8
+TA_EACH_STORAGE(TA_INSTANCE, few_8)
+#undef TA_ROWS
 #endif
 #undef TA_INSTANCE
 
+#define TA_ENTRY(STORAGE, NAME) [STORAGE] = TA_NAME(NAME),
 static void TA_NAME(weigh_few)(const ta_attention_tile *tile)
 {
-    ta_attention_tile t = *tile;
-    for (int left = tile->rows; left > 0; left -= t.rows) {
-#if TA_FEW_ROWS >= 8
-        if (left >= 8) {
-            t.rows = 8;
-            TA_NAME(few_8)(&t);
-        } else
-#endif
+    /* By the logarithm of the number of rows. */
+    static void (*const instances[][TA_STORAGES])(const ta_attention_tile *) = {
+        {TA_EACH_STORAGE(TA_ENTRY, few_1)},
+        {TA_EACH_STORAGE(TA_ENTRY, few_2)},
 #if TA_FEW_ROWS >= 4
-            if (left >= 4) {
-            t.rows = 4;
-            TA_NAME(few_4)(&t);
-        } else
+        {TA_EACH_STORAGE(TA_ENTRY, few_4)},
 #endif
-            if (left >= 2) {
-            t.rows = 2;
-            TA_NAME(few_2)(&t);
-        } else {
-            t.rows = 1;
-            TA_NAME(few_1)(&t);
-        }
+#if TA_FEW_ROWS >= 8
+        {TA_EACH_STORAGE(TA_ENTRY, few_8)},
+#endif
+    };
+    ta_attention_tile t = *tile;
+    int log_rows = sizeof instances / sizeof *instances - 1;
+    for (int left = tile->rows; left > 0; left -= t.rows) {
+        while (1 << log_rows > left)
+            log_rows--;
+        t.rows = 1 << log_rows;
+        instances[log_rows][t.k_storage](&t);
         t.q = (const real *)t.q + t.rows * t.q_stride;
         t.first += t.rows;
         t.last += t.rows;
@@ -378,10 +387,13 @@ static void TA_NAME(weigh_few)(const ta_attention_tile *tile)
         t.next = NULL;
     }
 }
+#undef TA_ENTRY
 
 #define value_body TA_NAME(value_body)
-TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_tile *t, ptrdiff_t column)
+TA_INLINE void value_body(const int rows, const int vectors, const int storage, const ta_attention_tile *t,
+                          ptrdiff_t column)
 {
+    const ptrdiff_t v_size = stored_size(storage);
     real *out = (real *)t->out + column;
     vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
@@ -395,9 +407,10 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
         TA_UNROLL
         for (int j = 0; j < vectors; j++)
             if (t->next != NULL)
-                __builtin_prefetch((const real *)t->next + key * t->next_stride + column + j * TA_VL, 0, 2);
+                __builtin_prefetch(t->next + key * t->next_stride + (column + j * TA_VL) * t->next_size, 0,
+                                   2);
         outer_products(acc, rows, vectors, lot, (const real *)t->weights + key, TA_WEIGHT_STRIDE, 1,
-                       (const real *)t->v + key * t->v_stride + column, t->v_stride);
+                       storage, (const char *)t->v + (key * t->v_stride + column) * v_size, t->v_stride);
     }
     /* A sum for each block, then the sum of these: one chain over 16384 keys has ten times the error. */
     TA_UNROLL
@@ -412,32 +425,41 @@ TA_INLINE void value_body(const int rows, const int vectors, const ta_attention_
 
 /* Few rows take more columns at once: the latency of a multiply-add wants some eight chains. */
 #define value_rows TA_NAME(value_rows)
-TA_INLINE void value_rows(const int rows, const ta_attention_tile *t)
+TA_INLINE void value_rows(const int rows, const int storage, const ta_attention_tile *t)
 {
     const int many = rows > 4 ? TA_ATTENTION_NV : rows > 2 ? TA_FEW_VECTORS / 2 : TA_FEW_VECTORS;
     ptrdiff_t column = 0;
     for (; column + many * TA_VL <= t->v_columns; column += many * TA_VL)
-        value_body(rows, many, t, column);
+        value_body(rows, many, storage, t, column);
     if (many > TA_ATTENTION_NV)
         for (; column + TA_KEYS <= t->v_columns; column += TA_KEYS)
-            value_body(rows, TA_ATTENTION_NV, t, column);
+            value_body(rows, TA_ATTENTION_NV, storage, t, column);
     for (; column < t->v_columns; column += TA_VL)
-        value_body(rows, 1, t, column);
+        value_body(rows, 1, storage, t, column);
 }
 
-#define TA_INSTANCE(MR, NV)                                          \
-    TA_NOINLINE void TA_NAME(value_##MR)(const ta_attention_tile *t) \
-    {                                                                \
-        value_rows(MR, t);                                           \
+#define TA_INSTANCE(MR, STORAGE)                                              \
+    TA_NOINLINE void TA_NAME(value_##MR##STORAGE)(const ta_attention_tile *t) \
+    {                                                                         \
+        value_rows(MR, STORAGE, t);                                           \
     }
-#define TA_ENTRY(MR, NV) TA_NAME(value_##MR),
-TA_EACH_ATTENTION_ROWS(TA_INSTANCE, )
+#define TA_ENTRY(MR, STORAGE) TA_NAME(value_##MR##STORAGE),
+TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_REAL)
+#if TA_BITS == 32
+TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_BF16)
+TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_F16)
+#endif
 
 static void TA_NAME(value_tile)(const ta_attention_tile *t)
 {
-    static void (*const instances[TA_ATTENTION_MR])(const ta_attention_tile *) = {
-        TA_EACH_ATTENTION_ROWS(TA_ENTRY, )};
-    instances[t->rows - 1](t);
+    static void (*const instances[TA_STORAGES][TA_ATTENTION_MR])(const ta_attention_tile *) = {
+        [TA_REAL] = {TA_EACH_ATTENTION_ROWS(TA_ENTRY, TA_REAL)},
+#if TA_BITS == 32
+        [TA_BF16] = {TA_EACH_ATTENTION_ROWS(TA_ENTRY, TA_BF16)},
+        [TA_F16] = {TA_EACH_ATTENTION_ROWS(TA_ENTRY, TA_F16)},
+#endif
+    };
+    instances[t->v_storage][t->rows - 1](t);
 }
 #undef TA_INSTANCE
 #undef TA_ENTRY

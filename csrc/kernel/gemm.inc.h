@@ -89,7 +89,7 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
             __builtin_prefetch((const char *)t->next + next, 0, 2);
         ptrdiff_t p = part * step, left = t->depth - p;
         outer_products(acc, rows, vectors, left < step ? left : step, (const real *)t->a + p * rows, 1,
-                       rows, (const real *)t->b + p * width, width);
+                       rows, TA_REAL, (const real *)t->b + p * width, width);
     }
     gemm_finish(rows, vectors, acc, t);
 }
@@ -120,7 +120,7 @@ TA_INLINE void walk_body(const int rows, const int panels, const ta_gemm_tile *t
             /* One row needs no help of the hardware's prefetching; four read DRAM at 74% without. */
             for (int j = 0; rows > 1 && j < width * (int)sizeof(real); j += TA_CACHE_LINE)
                 __builtin_prefetch((const char *)row + TA_WALK_AHEAD + j, 0, 2);
-            outer_products(acc[q], rows, TA_GEMM_NV, 1, a, 1, rows, row, width);
+            outer_products(acc[q], rows, TA_GEMM_NV, 1, a, 1, rows, TA_REAL, row, width);
         }
         a += rows;
         b += width;

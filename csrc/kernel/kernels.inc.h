@@ -64,6 +64,7 @@ const ta_kernels TA_NAME(kernels) = {
     .pack_columns = {TA_EACH_STORAGE(TA_ENTRY, pack_columns)},
     .load_row = {TA_EACH_SOURCE(TA_ENTRY, load_row)},
     .finish_row = {TA_EACH_STORAGE(TA_ENTRY, finish_row)},
+    .store_row = {TA_EACH_STORAGE(TA_ENTRY, store_row)},
     .merge_states = {TA_EACH_STORAGE(TA_ENTRY, merge_states)},
     .gemm_tile = TA_NAME(gemm_tile),
     .start_row = TA_NAME(start_row),

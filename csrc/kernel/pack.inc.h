@@ -105,6 +105,26 @@ TA_INLINE void load_row_body(const int storage, real *dst, const char *src, ptrd
 TA_EACH_SOURCE(TA_INSTANCE, load_row)
 #undef TA_INSTANCE
 
+#define store_row_body TA_NAME(store_row_body)
+TA_INLINE void store_row_body(const int storage, char *dst, const real *src, ptrdiff_t count)
+{
+    const ptrdiff_t size = stored_size(storage);
+    ptrdiff_t j = 0;
+    for (; j + TA_VL <= count; j += TA_VL)
+        store_vector(storage, dst + j * size, vec_load(src + j));
+    for (; j < count; j++)
+        store_one(storage, dst + j * size, src[j]);
+}
+
+/* dst[j] = src[j] for j < count, rounded to nearest. */
+#define TA_INSTANCE(STORAGE, NAME)                                         \
+    static void TA_NAME(NAME)(void *dst, const void *src, ptrdiff_t count) \
+    {                                                                      \
+        store_row_body(STORAGE, dst, src, count);                          \
+    }
+TA_EACH_STORAGE(TA_INSTANCE, store_row)
+#undef TA_INSTANCE
+
 #define pack_columns_body TA_NAME(pack_columns_body)
 TA_INLINE void pack_columns_body(const int storage, real *dst, const char *row, ptrdiff_t depth,
                                  ptrdiff_t columns, ptrdiff_t width, ptrdiff_t row_stride,

@@ -47,8 +47,10 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t q_stride
         const void *k
         Py_ssize_t k_stride
+        int k_storage
         const void *v
         Py_ssize_t v_stride
+        int v_storage
         Py_ssize_t key_start
         Py_ssize_t key_begin
         Py_ssize_t key_end
@@ -63,8 +65,9 @@ cdef extern from "tileattn.h" nogil:
         void *row_sum
         void *out
         Py_ssize_t out_stride
-        const void *next
+        const char *next
         Py_ssize_t next_stride
+        Py_ssize_t next_size
 
     ctypedef struct ta_state:
         const void *out
@@ -117,6 +120,7 @@ cdef extern from "tileattn.h" nogil:
         void (*finish_row[TA_STORAGES])(void *dst, Py_ssize_t column_stride, Py_ssize_t columns,
                                         void *lse, const void *out, const void *row_max,
                                         const void *row_sum) noexcept nogil
+        void (*store_row[TA_STORAGES])(void *dst, const void *src, Py_ssize_t count) noexcept nogil
         void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum,

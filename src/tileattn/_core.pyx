@@ -70,6 +70,7 @@ cdef enum:
 
 cdef struct Array:
     char *data
+    int storage            # of its elements: a ta_storage
     Py_ssize_t shape[4]
     Py_ssize_t stride[4]   # in elements
 
@@ -79,11 +80,24 @@ cdef int read_array(object source, Array *array, bint writable=False) except -1:
     cdef Py_buffer view
     PyObject_GetBuffer(source, &view, PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0))
     array.data = <char *>view.buf
+    array.storage = TA_REAL
     cdef int i
     for i in range(view.ndim):
         array.shape[i] = view.shape[i]
         array.stride[i] = view.strides[i] // view.itemsize if view.shape[i] > 1 else 0
     PyBuffer_Release(&view)
+    return 0
+
+
+cdef int read_stored(const ta_kernels *kernels, object source, Array *array,
+                     bint writable=False) except -1:
+    """The same of an array that may hold something else than the kernels compute in."""
+    cdef int storage = TA_REAL if source.itemsize == kernels.itemsize else TA_OTHER_REAL
+    if source.itemsize == 2:
+        storage = TA_F16 if source.dtype.kind == "f" else TA_BF16
+        source = source.view("uint16")  # bfloat16 has no buffer of its own
+    read_array(source, array, writable)
+    array.storage = storage
     return 0
 
 
@@ -94,6 +108,13 @@ cdef const int64_t *read_integers(object source) except? NULL:
         return NULL
     read_array(source, &array)
     return <const int64_t *>array.data
+
+
+cdef inline Py_ssize_t size_of(const ta_kernels *kernels, const Array *x) noexcept nogil:
+    """Bytes of an element."""
+    if x.storage == TA_REAL:
+        return kernels.itemsize
+    return 12 - kernels.itemsize if x.storage == TA_OTHER_REAL else 2
 
 
 cdef inline Py_ssize_t ceil_div(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
@@ -464,8 +485,6 @@ cdef struct Attention:
     const int64_t *key_lengths     # [B], or NULL for S
     Array mask             # [B, N, T, S] of bytes; data is NULL for none
     Array bias             # [B, N, T, S]; data is NULL for none
-    Py_ssize_t bias_itemsize
-    int bias_storage
     double softcap         # 0 for none
     const char *slopes     # [B, N], or NULL
     const char *sinks      # [N], or NULL
@@ -537,6 +556,11 @@ cdef Py_ssize_t chunks_of(Py_ssize_t S) noexcept nogil:
     return chunk
 
 
+cdef bint in_place(const Attention *a, const Array *x) noexcept nogil:
+    """Whether the kernels for few rows can read keys or values as they lie."""
+    return a.few and x.shape[3] % a.kernels.vl == 0 and x.stride[3] == 1
+
+
 cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexcept nogil:
     """Decides path and items. What changes bits depends on one sequence's shape only, never on threads.
 
@@ -544,8 +568,8 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
     """
     cdef Py_ssize_t rows = a.group * a.q.shape[1], K = a.k.shape[2], items
     a.few = rows <= FEW_ROWS
-    a.k_in_place = a.few and a.q.shape[3] % a.kernels.vl == 0 and a.k.stride[3] == 1
-    a.v_in_place = a.few and a.v.shape[3] % a.kernels.vl == 0 and a.v.stride[3] == 1
+    a.k_in_place = in_place(a, &a.k)
+    a.v_in_place = in_place(a, &a.v)
     a.mask_of_keys = a.mask.data != NULL and a.mask.stride[1] == 0 and a.mask.stride[2] == 0
     a.bias_of_keys = a.bias.data != NULL and a.bias.stride[1] == 0 and a.bias.stride[2] == 0
     a.score_rows = (a.softcap != 0 or a.slopes != NULL or (a.mask.data != NULL and not a.mask_of_keys)
@@ -617,7 +641,8 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     cdef uintptr_t cursor = <uintptr_t>memory
     s.q = carve(&cursor, states * (width_of(a, &a.q) + SKEW) * itemsize)
     s.k = carve(&cursor, 0 if a.k_in_place else (step * width_of(a, &a.k) + vl) * itemsize)
-    s.v = carve(&cursor, 0 if a.v_in_place else step * width_of(a, &a.v) * itemsize)
+    s.v = carve(&cursor, 0 if a.v_in_place and a.v.storage == TA_REAL
+                else step * width_of(a, &a.v) * itemsize)
     s.finite_v = carve(&cursor, step * width_of(a, &a.v) * itemsize)
     s.key_bias = carve(&cursor, TA_KEY_BLOCK * itemsize)
     s.weights = carve(&cursor, TA_MAX_ROWS * TA_WEIGHT_STRIDE * itemsize)
@@ -714,12 +739,13 @@ cdef Seen seen_by(const AttentionScratch *s, Py_ssize_t begin, Py_ssize_t end) n
 cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row, Py_ssize_t rows,
                  char *packed) noexcept nogil:
     """Stacked rows [row, row + rows) of a K/V head, times scale, padded with zeros."""
-    cdef Py_ssize_t itemsize = a.kernels.itemsize, H = a.q.shape[3], stride = width_of(a, &a.q) + SKEW
+    cdef Py_ssize_t itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.q), H = a.q.shape[3]
+    cdef Py_ssize_t stride = width_of(a, &a.q) + SKEW
     cdef Py_ssize_t t = row // a.group, g = row % a.group, end = row + rows, count
     while row < end:                        # runs of rows that are evenly apart
         count = end - row if a.group == 1 else min(a.group - g, end - row)
-        a.kernels.pack_columns[TA_REAL](
-            packed, at3(&a.q, b, t, head * a.group + g, itemsize), count, H, stride,
+        a.kernels.pack_columns[a.q.storage](
+            packed, at3(&a.q, b, t, head * a.group + g, size), count, H, stride,
             a.q.stride[1 if a.group == 1 else 2], a.q.stride[3], a.scale * LOG2_E)
         packed = packed + count * stride * itemsize
         row = row + count
@@ -731,22 +757,23 @@ cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t k
                  Py_ssize_t begin, Py_ssize_t end, char *packed) noexcept nogil:
     """Packs the panels that hold keys [begin, end) of a block; a last panel repeats its last key."""
     cdef const void *pointers[TA_MAX_PANEL]
-    cdef Py_ssize_t itemsize = a.kernels.itemsize, H = a.k.shape[3], nr = a.kernels.attention_nr
-    cdef Py_ssize_t panel, i
+    cdef Py_ssize_t itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.k)
+    cdef Py_ssize_t H = a.k.shape[3], nr = a.kernels.attention_nr, slot = key_start, panel, i
     for panel in range(begin // nr, ceil_div(end, nr)):
         for i in range(nr):
-            pointers[i] = at3(&a.k, b, key_start + min(panel * nr + i, end - 1), head, itemsize)
-        a.kernels.pack_rows[TA_REAL](packed + panel * nr * H * itemsize, pointers, <int>nr, H,
-                                     a.k.stride[3])
+            pointers[i] = at3(&a.k, b, slot + min(panel * nr + i, end - 1), head, size)
+        a.kernels.pack_rows[a.k.storage](packed + panel * nr * H * itemsize, pointers, <int>nr, H,
+                                         a.k.stride[3])
 
 
 cdef void pad_rows(const Attention *a, const Array *x, Py_ssize_t b, Py_ssize_t head,
                    Py_ssize_t key_start, Py_ssize_t begin, Py_ssize_t end, char *padded) noexcept nogil:
     """Keys or values [begin, end) of a block, each padded to whole vectors."""
     cdef Py_ssize_t width = width_of(a, x), itemsize = a.kernels.itemsize
-    a.kernels.pack_columns[TA_REAL](
-        padded + begin * width * itemsize, at3(x, b, key_start + begin, head, itemsize), end - begin,
-        x.shape[3], width, x.stride[1], x.stride[3], 1.0)
+    a.kernels.pack_columns[x.storage](
+        padded + begin * width * itemsize,
+        at3(x, b, key_start + begin, head, size_of(a.kernels, x)),
+        end - begin, x.shape[3], width, x.stride[1], x.stride[3], 1.0)
 
 
 cdef inline const char *per_row(const Array *x, Py_ssize_t b, Py_ssize_t n, Py_ssize_t t,
@@ -767,7 +794,7 @@ cdef void read_score_rows(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_
         n = head * a.group + (row + i) % a.group
         t = position_of(a, (row + i) // a.group)
         to[i].mask = NULL if a.mask_of_keys else per_row(&a.mask, b, n, t, 1)
-        to[i].bias = NULL if a.bias_of_keys else per_row(&a.bias, b, n, t, a.bias_itemsize)
+        to[i].bias = NULL if a.bias_of_keys else per_row(&a.bias, b, n, t, size_of(a.kernels, &a.bias))
         to[i].slope = 0
         if a.slopes != NULL:
             to[i].slope = number_at(a, a.slopes, b * a.q.shape[2] + n) * LOG2_E
@@ -824,7 +851,11 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                             or a.bias.data != NULL and not a.bias_of_keys)
     cdef bint packed, some_hidden
     cdef int values_finite
+    cdef Py_ssize_t k_size = size_of(kernels, &a.k), v_size = size_of(kernels, &a.v)
     cdef const char *next_k
+    cdef const char *next_v
+    cdef Py_ssize_t v_stride
+    cdef int v_storage
     cdef const void *v
     cdef ta_score_options options
     cdef ta_score_row all_rows
@@ -835,15 +866,16 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
     t.q_stride = width_of(a, &a.q) + SKEW
     t.k = s.k
     t.k_stride = a.k.stride[1] if a.k_in_place else t.head_dim
+    t.k_storage = a.k.storage if a.k_in_place else TA_REAL
     t.weights = s.weights
     t.out_stride = t.v_columns + SKEW
     options.softcap = a.softcap * LOG2_E
-    options.bias_storage = a.bias_storage
+    options.bias_storage = a.bias.storage
     options.bias_stride = a.bias.stride[3]
     options.mask_stride = a.mask.stride[3]
     options.key_bias = NULL
     all_rows.mask = per_row(&a.mask, b, 0, 0, 1) if a.mask_of_keys else NULL
-    all_rows.bias = per_row(&a.bias, b, 0, 0, a.bias_itemsize) if a.bias_of_keys else NULL
+    all_rows.bias = per_row(&a.bias, b, 0, 0, size_of(kernels, &a.bias)) if a.bias_of_keys else NULL
     block = begin // step * step
     while block < end:                                          # blocks of keys
         key_begin = max(begin - block, <Py_ssize_t>0)
@@ -859,10 +891,19 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
         t.options = &options if a.score_rows or options.key_bias != NULL else NULL
         for head in range(head_begin, head_end):                # K/V heads
             packed = False
-            v = at3(&a.v, b, block, head, itemsize) if a.v_in_place else s.v
+            v = s.v
+            v_stride = t.v_columns
+            v_storage = TA_REAL
+            if a.v_in_place:
+                v = at3(&a.v, b, block, head, v_size)
+                v_stride = a.v.stride[1]
+                v_storage = a.v.storage
             next_head = head + 1 if head + 1 < head_end else head_begin
             next_block = block if head + 1 < head_end else block + step
-            next_k = at3(&a.k, b, next_block, next_head, itemsize)
+            next_k = at3(&a.k, b, next_block, next_head, k_size)
+            next_v = <const char *>v
+            if not a.v_in_place:                                # then these have been read by now
+                next_v = at3(&a.v, b, next_block, next_head, v_size)
             values_finite = -1                                  # not looked at yet
             for r in range(row_tiles):                          # register tiles of query rows
                 row = r * rows // row_tiles
@@ -888,7 +929,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 if not packed:
                     packed = True
                     if a.k_in_place:
-                        t.k = at3(&a.k, b, block, head, itemsize)
+                        t.k = at3(&a.k, b, block, head, k_size)
                     elif a.few:
                         pad_rows(a, &a.k, b, head, block, key_begin, key_end, s.k)
                     else:
@@ -897,8 +938,6 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                     # a third.
                     if not a.v_in_place:
                         pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
-                t.v = v
-                t.v_stride = a.v.stride[1] if a.v_in_place else t.v_columns
                 t.q = s.q + at * t.q_stride * itemsize
                 t.row_max = state.row_max + at * itemsize
                 t.row_sum = state.row_sum + at * vl * itemsize
@@ -906,31 +945,40 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 t.next = NULL
                 if a.few:
                     if r == 0:
-                        t.next = t.v
-                        t.next_stride = t.v_stride
+                        t.next = next_v
+                        t.next_stride = a.v.stride[1] * v_size
+                        t.next_size = v_size
                     kernels.weigh_few(&t)
                     if r == 0:
                         t.next = next_k
-                        t.next_stride = a.k.stride[1]
+                        t.next_stride = a.k.stride[1] * k_size
+                        t.next_size = k_size
                 else:
                     kernels.weigh_tile(&t)
                 if a.weights.data != NULL:
                     take_weights(a, s, &t, b, head, row)
                     continue
+                if some_hidden and v_storage != TA_REAL:        # what follows needs them converted
+                    pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
+                    v = s.v
+                    v_stride = t.v_columns
+                    v_storage = TA_REAL
                 if some_hidden and values_finite < 0:
-                    at = key_begin * t.v_stride * itemsize
+                    at = key_begin * v_stride * itemsize
                     values_finite = kernels.all_finite(<const char *>v + at, key_end - key_begin,
-                                                       t.v_columns, t.v_stride)
+                                                       t.v_columns, v_stride)
                     if not values_finite:
                         kernels.copy_finite(s.finite_v + key_begin * t.v_columns * itemsize,
                                             <const char *>v + at, key_end - key_begin, t.v_columns,
-                                            t.v_stride)
+                                            v_stride)
+                t.v = v
+                t.v_stride = v_stride
+                t.v_storage = v_storage
                 if some_hidden and not values_finite:           # 0 * NaN of an unseen value must not arise
-                    at = t.v_stride
                     t.v = s.finite_v
                     t.v_stride = t.v_columns
                     kernels.value_tile(&t)
-                    kernels.add_strays(&t, v, at)
+                    kernels.add_strays(&t, v, v_stride)
                 else:
                     kernels.value_tile(&t)
         block = block + step
@@ -969,15 +1017,16 @@ cdef void merge_rows(const Attention *a, const State *into, const State *other,
 cdef void finish_rows(const Attention *a, const State *state, Py_ssize_t b, Py_ssize_t head,
                       Py_ssize_t row, Py_ssize_t rows) noexcept nogil:
     """Writes stacked rows [row, row + rows) of a K/V head, which are the first of `state`."""
-    cdef Py_ssize_t i, itemsize = a.kernels.itemsize, t = row // a.group, g = row % a.group
+    cdef Py_ssize_t i, itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.out)
+    cdef Py_ssize_t t = row // a.group, g = row % a.group
     cdef Py_ssize_t out_stride = width_of(a, &a.v) + SKEW, n
     cdef void *lse = NULL
     for i in range(rows):
         n = head * a.group + g
         if a.lse.data != NULL:
             lse = at3(&a.lse, b, t, n, itemsize)
-        a.kernels.finish_row[TA_REAL](
-            at3(&a.out, b, t, n, itemsize), a.out.stride[3], a.v.shape[3], lse,
+        a.kernels.finish_row[a.out.storage](
+            at3(&a.out, b, t, n, size), a.out.stride[3], a.v.shape[3], lse,
             state.out + i * out_stride * itemsize, state.row_max + i * itemsize,
             state.row_sum + i * a.kernels.vl * itemsize)
         g = g + 1
@@ -1195,9 +1244,9 @@ cdef void merge_in_turn(const Turn *turns, Py_ssize_t count, Py_ssize_t item) no
     merge_item(turn.plan, item - turn.first[MERGES])
 
 
-cdef void narrow(Array *x, const int64_t *starts, Py_ssize_t b, Py_ssize_t itemsize) noexcept nogil:
+cdef void narrow(const ta_kernels *kernels, Array *x, const int64_t *starts, Py_ssize_t b) noexcept nogil:
     """Leaves the positions of sequence b."""
-    x.data = x.data + starts[b] * x.stride[1] * itemsize
+    x.data = x.data + starts[b] * x.stride[1] * size_of(kernels, x)
     x.shape[1] = starts[b + 1] - starts[b]
 
 
@@ -1205,17 +1254,17 @@ cdef Attention sequence_of(const Attention *packed, const int64_t *query_starts,
                            const int64_t *key_starts, Py_ssize_t b) noexcept nogil:
     """Attention of sequence b by itself."""
     cdef Attention one = packed[0]
-    cdef Py_ssize_t itemsize = packed.kernels.itemsize
-    narrow(&one.q, query_starts, b, itemsize)
-    narrow(&one.k, key_starts, b, itemsize)
-    narrow(&one.v, key_starts, b, itemsize)
-    narrow(&one.out, query_starts, b, itemsize)
+    cdef const ta_kernels *kernels = packed.kernels
+    narrow(kernels, &one.q, query_starts, b)
+    narrow(kernels, &one.k, key_starts, b)
+    narrow(kernels, &one.v, key_starts, b)
+    narrow(kernels, &one.out, query_starts, b)
     if one.lse.data != NULL:
-        narrow(&one.lse, query_starts, b, itemsize)
+        narrow(kernels, &one.lse, query_starts, b)
     if one.query_offset != NULL:
         one.query_offset = one.query_offset + b
     if one.slopes != NULL:
-        one.slopes = one.slopes + b * one.q.shape[2] * itemsize
+        one.slopes = one.slopes + b * one.q.shape[2] * kernels.itemsize
     return one
 
 
@@ -1314,6 +1363,7 @@ def kernel_table(str dtype):
         "pack_columns": [<uintptr_t>k.pack_columns[i] for i in range(TA_STORAGES)],
         "load_row": [<uintptr_t>k.load_row[i] for i in range(TA_STORAGES)],
         "finish_row": [<uintptr_t>k.finish_row[i] for i in range(TA_STORAGES)],
+        "store_row": [<uintptr_t>k.store_row[i] for i in range(TA_STORAGES)],
         "merge_states": [<uintptr_t>k.merge_states[i] for i in range(TA_STORAGES)],
         "gemm_tile": <uintptr_t>k.gemm_tile,
         "start_row": <uintptr_t>k.start_row,
@@ -1488,6 +1538,7 @@ cdef void read_rows(object source, Rows *rows, Py_ssize_t *count) except *:
 cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_ssize_t H) noexcept:
     cdef Array array
     array.data = data
+    array.storage = TA_REAL
     array.shape[0], array.shape[1], array.shape[2], array.shape[3] = B, T, N, H
     array.stride[0], array.stride[1], array.stride[2], array.stride[3] = T * N * H, N * H, H, 1
     return array
@@ -1499,7 +1550,6 @@ cdef int no_options(Attention *a) except -1:
     """Sets what not every call has."""
     a.left = a.right = -1
     a.mask = a.bias = whole_array(NULL, 0, 0, 0, 0)
-    a.bias_itemsize = a.bias_storage = 0
     a.softcap = 0
     a.slopes = a.sinks = NULL
     a.weights.data = NULL
@@ -1515,7 +1565,7 @@ cdef int read_options(Attention *a, scores, visibility) except -1:
     a.slopes = read_vector(scores.alibi_slopes)
     a.sinks = read_vector(scores.sinks)
     if scores.bias is not None:
-        read_bias(a, scores.bias)
+        read_stored(a.kernels, scores.bias, &a.bias)
     a.causal = visibility.is_causal
     a.query_offset = read_integers(visibility.query_offset)
     a.query_lengths = read_integers(visibility.query_lengths)
@@ -1525,18 +1575,6 @@ cdef int read_options(Attention *a, scores, visibility) except -1:
     if visibility.mask is not None:
         read_array(visibility.mask, &a.mask)
     return 0
-
-
-cdef int read_bias(Attention *a, bias) except -1:
-    a.bias_itemsize = bias.itemsize
-    if bias.dtype.name == "float16":
-        a.bias_storage = TA_F16
-    elif bias.dtype.name == "bfloat16":
-        a.bias_storage = TA_BF16
-        bias = bias.view("uint16")      # there is no buffer of the other
-    else:
-        a.bias_storage = TA_REAL if bias.itemsize == a.kernels.itemsize else TA_OTHER_REAL
-    return read_array(bias, &a.bias)
 
 
 def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=None, key_starts=None):
@@ -1558,14 +1596,14 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     cdef bytearray memory
     cdef double flops = 0
     cdef Py_ssize_t i, items, merges, each = 0, parts = 0, count = 1
-    read_array(q, &a.q)
-    read_array(k, &a.k)
-    read_array(v, &a.v)
-    read_array(out, &a.out, True)
+    a.kernels = kernels_for(8 if q.itemsize == 8 else 4)
+    read_stored(a.kernels, q, &a.q)
+    read_stored(a.kernels, k, &a.k)
+    read_stored(a.kernels, v, &a.v)
+    read_stored(a.kernels, out, &a.out, True)
     a.lse.data = NULL
     if lse is not None:
         read_array(lse, &a.lse, True)
-    a.kernels = kernels_for(q.itemsize)
     read_options(&a, scores, visibility)
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
@@ -1615,10 +1653,10 @@ def attention_weights(q, k, lse, out, scores, visibility, rows, str summed, int 
     cdef AttentionScratch layout
     cdef Scratch scratch
     cdef Py_ssize_t i, items, each
-    read_array(q, &a.q)
-    read_array(k, &a.k)
+    a.kernels = kernels_for(lse.itemsize)
+    read_stored(a.kernels, q, &a.q)
+    read_stored(a.kernels, k, &a.k)
     read_array(lse, &a.lse)
-    a.kernels = kernels_for(q.itemsize)
     read_options(&a, scores, visibility)
     if q.shape[0] == 0 or q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0:
         return

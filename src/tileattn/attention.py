@@ -11,8 +11,6 @@ from tileattn import _core
 from tileattn._arguments import (
     Array,
     AttentionArguments,
-    VarlenArguments,
-    WeightsArguments,
     Window,
     arithmetic_type,
     check_attention,
@@ -180,8 +178,6 @@ def dot_product_attention(
     ValueError
         For shapes, lengths or an `out` that do not fit, a query position that is not known, or
         numbers outside of their range. Nothing has been written then.
-    NotImplementedError
-        For what only `tileattn.reference` has so far: float16 and bfloat16.
 
     Notes
     -----
@@ -220,13 +216,7 @@ def dot_product_attention(
     )
     return_lse = check_flag("return_lse", return_lse)
     threads = resolve_threads(num_threads)
-    _refuse_what_the_kernels_lack(a)
-    B, T, N, _ = a.q.shape
-    result = a.out
-    if result is None:
-        result = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
-    lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
-    _core.attention(a.q, a.k, a.v, result, lse, a.scores, a.visibility, threads)
+    result, lse = attend(a, return_lse, threads)
     if out is not None:
         result = out
     elif not a.has_batch:
@@ -234,6 +224,17 @@ def dot_product_attention(
     if lse is None:
         return result
     return result, lse if a.has_batch else lse[0]
+
+
+def attend(a: AttentionArguments, return_lse: bool, threads: int) -> tuple[Array, Array | None]:
+    """What checked arguments give, and its LSE if wanted."""
+    B, T, N, _ = a.q.shape
+    out = a.out
+    if out is None:
+        out = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
+    lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
+    _core.attention(a.q, a.k, a.v, out, lse, a.scores, a.visibility, threads)
+    return out, lse
 
 
 @overload
@@ -350,7 +351,7 @@ def varlen_attention(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As `dot_product_attention`; also for starts that decrease or do not span the arrays.
 
     Notes
@@ -386,7 +387,6 @@ def varlen_attention(
     )
     return_lse = check_flag("return_lse", return_lse)
     threads = resolve_threads(num_threads)
-    _refuse_what_the_kernels_lack(a)
     total, N, _ = a.q.shape
     result = a.out
     if result is None:
@@ -544,7 +544,7 @@ def attention_weights(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As `dot_product_attention`; also for an `lse`, `rows` or `reduce` that does not fit.
 
     Notes
@@ -584,7 +584,6 @@ def attention_weights(
         out=out,
     )
     threads = resolve_threads(num_threads)
-    _refuse_what_the_kernels_lack(a)
     q, lse = (a.q, a.lse) if a.rows is None else (a.q[:, a.rows], a.lse[:, a.rows])
     (B, T, N, _), S = q.shape, a.k.shape[1]
     result = a.out
@@ -596,11 +595,3 @@ def attention_weights(
     if out is not None:
         return out
     return result if a.has_batch else result[0]
-
-
-# TODO: goes away with the kernels for them.
-def _refuse_what_the_kernels_lack(
-    a: AttentionArguments | VarlenArguments | WeightsArguments,
-) -> None:
-    if arithmetic_type(a.q.dtype) != a.q.dtype:
-        raise NotImplementedError(f"no kernel has {a.q.dtype} yet; tileattn.reference does")

@@ -57,8 +57,10 @@ class AttentionTile(Structure):
         ("q_stride", c_ssize_t),
         ("k", c_void_p),
         ("k_stride", c_ssize_t),
+        ("k_storage", c_int),
         ("v", c_void_p),
         ("v_stride", c_ssize_t),
+        ("v_storage", c_int),
         ("key_start", c_ssize_t),
         ("key_begin", c_ssize_t),
         ("key_end", c_ssize_t),
@@ -75,6 +77,7 @@ class AttentionTile(Structure):
         ("out_stride", c_ssize_t),
         ("next", c_void_p),
         ("next_stride", c_ssize_t),
+        ("next_size", c_ssize_t),
     )
 
 
@@ -126,6 +129,7 @@ PROTOTYPES = {
     "pack_rows": (None, c_void_p, POINTER(c_void_p), c_int, c_ssize_t, c_ssize_t),
     "pack_columns": (None, c_void_p, c_void_p, *[c_ssize_t] * 5, c_double),
     "load_row": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t),
+    "store_row": (None, c_void_p, c_void_p, c_ssize_t),
     "merge_states": (None, POINTER(MergeTile)),
     "gemm_tile": (None, POINTER(GemmTile)),
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),

@@ -66,12 +66,13 @@ def weigh(
     key_begin=0,
     key_end=None,
     k_stride=None,
+    place=None,
     **ahead,
 ):
     """weigh_tile or weigh_few of q[rows, head_dim] and k[keys, head_dim] on copies of the state.
 
     Rows have seen nothing yet unless row_max says otherwise, and see all keys unless first and last
-    do. What a kernel must not read is NaN.
+    do. What a kernel must not read is NaN. `place` says where else the keys lie.
     """
     q, k = np.asarray(q, kernels.dtype), np.asarray(k, kernels.dtype)
     rows, keys = len(q), len(k)
@@ -110,8 +111,7 @@ def weigh(
         v_columns=out.shape[1],
         q=queries,
         q_stride=head_dim + GAP,
-        k=k,
-        k_stride=k_stride,
+        **({"k": k, "k_stride": k_stride} if place is None else place),
         key_start=key_start,
         key_begin=key_begin,
         key_end=key_end,

@@ -10,11 +10,13 @@ import pytest
 from ml_dtypes import bfloat16
 
 from tests.kernels.kernels import Kernels, address
-from tests.kernels.test_attention import finish
+from tests.kernels.test_attention import finish, values, weigh
 from tests.kernels.test_pack import load_row, pack_columns, pack_rows
+from tests.oracle import Guarded, random, same_bits
 
 NARROW = [np.dtype(bfloat16), np.dtype(np.float16)]
 PATTERNS = np.arange(1 << 16).astype(np.uint16)
+STORAGE = {NARROW[0]: 1, NARROW[1]: 2}  # enum ta_storage
 QUIET = {NARROW[0]: 0x0040, NARROW[1]: 0x0200}
 
 
@@ -143,6 +145,25 @@ def test_rows_of_any_length_are_divided_and_rounded_once(f32, narrow, column_str
         assert same == lse
 
 
+def test_rows_of_any_length_are_stored(kernels):
+    """Whole vectors, what is behind the last of them, and not a byte more."""
+    for stored, kernel in kernels.store_row.items():
+        for count in (0, 1, kernels.vl - 1, kernels.vl, kernels.vl + 1, 2 * kernels.vl - 1, 67):
+            src = random(count, count, dtype=kernels.dtype)
+            target = Guarded(count, stored)
+            kernel(address(target.array), address(src), count)
+            target.check()
+            check(target.array, converted(src, stored))
+
+
+@pytest.mark.parametrize("values", [boundaries, anything])
+def test_stored_numbers_are_rounded_to_nearest_even(f32, narrow, values):
+    src = values(narrow)
+    dst = np.empty(len(src), narrow)
+    f32.store_row[narrow](address(dst), address(src), len(src))
+    check(dst, converted(src, narrow))
+
+
 def test_a_row_that_saw_nothing(f32, narrow):
     zeros = np.zeros(2 * f32.vl + 1, np.float32)
     got, lse = finish(f32, zeros, -np.inf, zeros[: f32.vl], len(zeros), dtype=narrow)
@@ -175,3 +196,41 @@ def test_subnormals_of_float16_survive_a_process_that_has_none(f32, flag):
     environment[7] = before
     libc.fesetenv(environment)
     check(target, expected)
+
+
+# ------------------------------------------------------------------ in place
+
+
+def near_panels(kernels):
+    nr = kernels.attention_nr
+    return (1, kernels.vl - 1, nr - 1, nr, nr + 1, 2 * nr + 7)
+
+
+def test_few_rows_weigh_keys_of_each_storage_alike(f32, narrow):
+    for keys in near_panels(f32):
+        for width in (f32.vl, 5 * f32.vl):
+            k = random(keys, keys, width).astype(narrow)
+            for rows in range(1, f32.attention_mr + 1):
+                q = random(rows, rows, width)
+                for begin in {0, keys // 2}:
+                    seen = {"key_begin": begin, "kernel": "weigh_few"}
+                    expected = weigh(f32, q, k.astype(np.float32), **seen)
+                    memory = np.full((keys, width + 3), np.nan, narrow)
+                    memory[begin:, :width] = k[begin:]
+                    place = {"k": memory, "k_stride": width + 3}
+                    stored = weigh(f32, q, k, place=place | {"k_storage": STORAGE[narrow]}, **seen)
+                    for a, b in zip(stored, expected, strict=True):
+                        assert same_bits(a, b)
+
+
+def test_values_of_each_storage_are_added_alike(f32, narrow):
+    for keys in near_panels(f32):
+        for columns in (f32.vl, 3 * f32.vl, 8 * f32.vl):
+            v = random(keys, keys, columns).astype(narrow)
+            for rows in range(1, f32.attention_mr + 1):
+                weights, out = random(rows, rows, keys), random(columns, rows, columns)
+                expected = values(f32, weights, v.astype(np.float32), out)
+                memory = np.full((keys, columns + 5), np.nan, narrow)
+                memory[:, :columns] = v
+                got = values(f32, weights, memory[:, :columns], out, v_storage=STORAGE[narrow])
+                assert same_bits(got, expected)
