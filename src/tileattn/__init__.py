@@ -31,6 +31,7 @@ from tileattn.attention import (
     varlen_attention,
 )
 from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, attention_block
+from tileattn.cache import KVCache
 from tileattn.config import (
     available_isas,
     get_num_threads,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionBlock",
+    "KVCache",
     "LayerNorm",
     "RMSNorm",
     "Rope",

@@ -10,6 +10,8 @@ from tileattn._arguments import BlockWeights, Scores, Visibility
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
 
+KEY_BLOCK: int
+
 def compiled_isas() -> tuple[str, ...]: ...
 def available_isas() -> tuple[str, ...]: ...
 def active_isa() -> str: ...
@@ -36,6 +38,7 @@ def attention(
     threads: int,
     query_starts: _Integers | None = None,
     key_starts: _Integers | None = None,
+    ring: bool = ...,
 ) -> None: ...
 def attention_weights(
     q: _Array,
@@ -54,6 +57,20 @@ def merge_states(
     out: _Array,
     lse: _Array,
     dtype: str,
+    threads: int,
+) -> None: ...
+
+class Memory:
+    def __init__(self, nbytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def append(
+    k: _Array,
+    v: _Array,
+    keys: _Array,
+    values: _Array,
+    starts: _Integers,
+    counts: _Integers,
     threads: int,
 ) -> None: ...
 

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The loops: which tile is worked on when, and by which thread.
 
-Six operations, each a plan (a struct that says what to do and in how many independent work items)
+Seven operations, each a plan (a struct that says what to do and in how many independent work items)
 and one function that does an item, its loops in textbook order:
 
     gemm_item        C = A B + bias         a block of rows times a range of packed panels
@@ -10,6 +10,7 @@ and one function that does an item, its loops in textbook order:
     merge_states_item   the union of parts of the keys, a block of rows
     norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
     finish_heads     RoPE(norm(Q))          a share of the heads
+    append_item      K and V into a cache   a block of rows
 
 The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
 to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
@@ -18,7 +19,7 @@ strides only; strides count elements.
 """
 
 from cpython.buffer cimport (
-    PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer,
+    PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport int64_t, uintptr_t
@@ -123,6 +124,9 @@ cdef inline Py_ssize_t ceil_div(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
 
 cdef inline Py_ssize_t round_up(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
     return ceil_div(a, b) * b
+
+
+KEY_BLOCK = TA_KEY_BLOCK
 
 
 # Between calls one piece of scratch memory is kept, since mapping and zeroing new pages would cost a
@@ -488,6 +492,7 @@ cdef struct Attention:
     double softcap         # 0 for none
     const char *slopes     # [B, N], or NULL
     const char *sinks      # [N], or NULL
+    Py_ssize_t ring        # position j lies at j modulo this, a multiple of TA_KEY_BLOCK
     Py_ssize_t group       # G
     Array weights          # [B, N, T, S], or without the axis summed over; data is NULL for attention
     Sum weights_sum        # weights are relative to lse then, and there are no values
@@ -758,7 +763,7 @@ cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t k
     """Packs the panels that hold keys [begin, end) of a block; a last panel repeats its last key."""
     cdef const void *pointers[TA_MAX_PANEL]
     cdef Py_ssize_t itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.k)
-    cdef Py_ssize_t H = a.k.shape[3], nr = a.kernels.attention_nr, slot = key_start, panel, i
+    cdef Py_ssize_t H = a.k.shape[3], nr = a.kernels.attention_nr, slot = key_start % a.ring, panel, i
     for panel in range(begin // nr, ceil_div(end, nr)):
         for i in range(nr):
             pointers[i] = at3(&a.k, b, slot + min(panel * nr + i, end - 1), head, size)
@@ -772,7 +777,7 @@ cdef void pad_rows(const Attention *a, const Array *x, Py_ssize_t b, Py_ssize_t 
     cdef Py_ssize_t width = width_of(a, x), itemsize = a.kernels.itemsize
     a.kernels.pack_columns[x.storage](
         padded + begin * width * itemsize,
-        at3(x, b, key_start + begin, head, size_of(a.kernels, x)),
+        at3(x, b, key_start % a.ring + begin, head, size_of(a.kernels, x)),
         end - begin, x.shape[3], width, x.stride[1], x.stride[3], 1.0)
 
 
@@ -895,15 +900,15 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
             v_stride = t.v_columns
             v_storage = TA_REAL
             if a.v_in_place:
-                v = at3(&a.v, b, block, head, v_size)
+                v = at3(&a.v, b, block % a.ring, head, v_size)
                 v_stride = a.v.stride[1]
                 v_storage = a.v.storage
             next_head = head + 1 if head + 1 < head_end else head_begin
             next_block = block if head + 1 < head_end else block + step
-            next_k = at3(&a.k, b, next_block, next_head, k_size)
+            next_k = at3(&a.k, b, next_block % a.ring, next_head, k_size)
             next_v = <const char *>v
             if not a.v_in_place:                                # then these have been read by now
-                next_v = at3(&a.v, b, next_block, next_head, v_size)
+                next_v = at3(&a.v, b, next_block % a.ring, next_head, v_size)
             values_finite = -1                                  # not looked at yet
             for r in range(row_tiles):                          # register tiles of query rows
                 row = r * rows // row_tiles
@@ -929,7 +934,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 if not packed:
                     packed = True
                     if a.k_in_place:
-                        t.k = at3(&a.k, b, block, head, k_size)
+                        t.k = at3(&a.k, b, block % a.ring, head, k_size)
                     elif a.few:
                         pad_rows(a, &a.k, b, head, block, key_begin, key_end, s.k)
                     else:
@@ -1317,6 +1322,40 @@ cdef void merge_states_item(const Merge *m, Py_ssize_t item, Py_ssize_t items, c
         row = row + t.rows
 
 
+# ------------------------------------------------------------------ a cache of keys and values
+
+cdef struct Append:
+    const ta_kernels *kernels
+    Array[2] source        # k[B, T, K, H] and v[B, T, K, Hv]
+    Array[2] target        # [B, slots, K, H] and [B, slots, K, Hv], heads with contiguous columns
+    const int64_t *starts  # [B]
+    const int64_t *counts  # [B]
+
+
+cdef void append_item(const Append *a, Py_ssize_t item, Py_ssize_t items, char *row) noexcept nogil:
+    cdef const ta_kernels *kernels = a.kernels
+    cdef Py_ssize_t T = a.source[0].shape[1], each = a.source[0].shape[0] * T, at, b, t, head, width
+    cdef const Array *source
+    cdef const Array *target
+    cdef char *to
+    for at in range(item * 2 * each // items, (item + 1) * 2 * each // items):
+        source = &a.source[at // each]
+        target = &a.target[at // each]
+        b = at % each // T
+        t = at % T
+        if t >= a.counts[b]:
+            continue
+        width = source.shape[3]
+        for head in range(source.shape[2]):
+            to = at3(target, b, (a.starts[b] + t) % target.shape[1], head, size_of(kernels, target))
+            if target.storage == TA_REAL:
+                row = to
+            kernels.load_row[source.storage](
+                row, at3(source, b, t, head, size_of(kernels, source)), width, source.stride[3])
+            if target.storage != TA_REAL:
+                kernels.store_row[target.storage](to, row, width)
+
+
 # ------------------------------------------------------------------ instruction sets
 
 cdef const ta_isa *active = NULL
@@ -1363,8 +1402,8 @@ def kernel_table(str dtype):
         "pack_columns": [<uintptr_t>k.pack_columns[i] for i in range(TA_STORAGES)],
         "load_row": [<uintptr_t>k.load_row[i] for i in range(TA_STORAGES)],
         "finish_row": [<uintptr_t>k.finish_row[i] for i in range(TA_STORAGES)],
-        "store_row": [<uintptr_t>k.store_row[i] for i in range(TA_STORAGES)],
         "merge_states": [<uintptr_t>k.merge_states[i] for i in range(TA_STORAGES)],
+        "store_row": [<uintptr_t>k.store_row[i] for i in range(TA_STORAGES)],
         "gemm_tile": <uintptr_t>k.gemm_tile,
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
@@ -1552,6 +1591,7 @@ cdef int no_options(Attention *a) except -1:
     a.mask = a.bias = whole_array(NULL, 0, 0, 0, 0)
     a.softcap = 0
     a.slopes = a.sinks = NULL
+    a.ring = PY_SSIZE_T_MAX
     a.weights.data = NULL
     a.positions = NULL
     return 0
@@ -1577,12 +1617,60 @@ cdef int read_options(Attention *a, scores, visibility) except -1:
     return 0
 
 
-def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=None, key_starts=None):
+cdef class Memory:
+    """Uninitialised bytes on huge pages, as a buffer; released with its last view."""
+
+    cdef void *data
+    cdef Py_ssize_t nbytes
+
+    def __cinit__(self, nbytes):
+        require_possible(nbytes)
+        self.nbytes = nbytes
+        self.data = ta_allocate(nbytes)
+        if self.data == NULL:
+            raise MemoryError(f"could not allocate {nbytes} bytes")
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, False, flags)
+
+    def __dealloc__(self):
+        ta_release(self.data)
+
+
+def append(k, v, keys, values, starts, counts, int threads):
+    """Rows t < counts[b] of k[B, T, K, H] and v[B, T, K, Hv] into keys and values [B, slots, K, ...].
+
+    Row t of sequence b goes to slot (starts[b] + t) modulo slots. The types may differ within float32,
+    float16 and bfloat16. All is checked by the caller.
+    """
+    cdef Append a
+    cdef Scratch scratch
+    cdef Py_ssize_t i, items, each
+    a.kernels = kernels_for(8 if k.itemsize == 8 else 4)
+    read_stored(a.kernels, k, &a.source[0])
+    read_stored(a.kernels, v, &a.source[1])
+    read_stored(a.kernels, keys, &a.target[0], True)
+    read_stored(a.kernels, values, &a.target[1], True)
+    a.starts = read_integers(starts)
+    a.counts = read_integers(counts)
+    threads = team_size(threads, 8.0 * (k.size + v.size))
+    items = min(<Py_ssize_t>threads, 2 * a.source[0].shape[0] * a.source[0].shape[1])
+    threads = <int>items
+    each = round_up(max(a.source[0].shape[3], a.source[1].shape[3]) * a.kernels.itemsize, CACHE_LINE)
+    scratch = take_scratch(each * threads)
+    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
+        append_item(&a, i, items, scratch.data + i * each)
+    give_scratch(scratch)
+
+
+def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=None, key_starts=None,
+              bint ring=False):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
     as are `scores` and `visibility` (see _arguments.py). With starts[sequences + 1] the arrays' B is 1, and
-    sequences lie one after the other along T and S.
+    sequences lie one after the other along T and S. In a ring position j of key_value_lengths lies at j
+    modulo S, which is a multiple of TA_KEY_BLOCK.
     """
     cdef Attention a
     cdef AttentionScratch layout
@@ -1605,6 +1693,9 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     if lse is not None:
         read_array(lse, &a.lse, True)
     read_options(&a, scores, visibility)
+    if ring:
+        a.ring = a.k.shape[1]
+        a.k.shape[1] = a.v.shape[1] = max(visibility.key_value_lengths, default=0)
     if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
         return
     a.group = a.q.shape[2] // a.k.shape[2]

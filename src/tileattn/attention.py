@@ -226,14 +226,16 @@ def dot_product_attention(
     return result, lse if a.has_batch else lse[0]
 
 
-def attend(a: AttentionArguments, return_lse: bool, threads: int) -> tuple[Array, Array | None]:
+def attend(
+    a: AttentionArguments, return_lse: bool, threads: int, *, is_ring: bool = False
+) -> tuple[Array, Array | None]:
     """What checked arguments give, and its LSE if wanted."""
     B, T, N, _ = a.q.shape
     out = a.out
     if out is None:
         out = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
     lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
-    _core.attention(a.q, a.k, a.v, out, lse, a.scores, a.visibility, threads)
+    _core.attention(a.q, a.k, a.v, out, lse, a.scores, a.visibility, threads, ring=is_ring)
     return out, lse
 
 

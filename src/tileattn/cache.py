@@ -1,0 +1,548 @@
+"""Keys and values of earlier positions, kept for the next step of decoding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from tileattn import _core
+from tileattn._arguments import (
+    FLOAT_TYPES,
+    Array,
+    AttentionArguments,
+    Integers,
+    Scores,
+    Visibility,
+    Window,
+    arithmetic_type,
+    check_alibi_slopes,
+    check_array,
+    check_flag,
+    check_int,
+    check_integers,
+    check_lengths,
+    check_out,
+    check_scale,
+    check_sinks,
+    check_softcap,
+    check_window,
+    is_half,
+)
+from tileattn.attention import attend
+from tileattn.config import resolve_threads
+
+CACHE_LINE = 64
+ASIDE = -1
+
+
+class KVCache:
+    """Keys and values of B sequences, appended to step by step and attended to in place.
+
+    Parameters
+    ----------
+    batch : int
+        B, the number of sequences. Each has its own length.
+    capacity : int
+        How many positions of a sequence there is room for. It is fixed, and so is the memory; the
+        system provides pages of it when they are first used.
+    num_kv_heads : int
+        K.
+    head_dim : int
+        H, the width of a key.
+    v_head_dim : int, optional
+        Hv, the width of a value; by default H.
+    dtype : dtype, optional
+        What keys and values are stored as: float32, float64, or float16 or bfloat16 (which needs
+        the package ml_dtypes) for half the memory and traffic; these are rounded to the nearest
+        when appended, and computed with in float32.
+    window : int, optional
+        Keep only what a sliding window of so many positions sees: each position sees itself and the
+        ``window - 1`` before it, as with ``local_window_size=(window - 1, 0)``. Sequences may then
+        be of any length, and `capacity`, at least `window`, is that of a ring: one `append` takes
+        up to ``capacity - window + 1`` positions, more only while nothing has to be overwritten.
+
+    Attributes
+    ----------
+    batch, capacity, num_kv_heads, head_dim, v_head_dim : int
+    dtype : numpy.dtype
+    window : int or None
+
+    Notes
+    -----
+    Layers that share keys and values share a cache: one appends, all attend. Several threads may
+    attend at a time, but nothing else while one appends, truncates, reorders or resets.
+
+    A call that raises has changed nothing.
+
+    Examples
+    --------
+    A prompt of 5 positions, then one new token:
+
+    >>> import numpy as np, tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> cache = tileattn.KVCache(batch=1, capacity=64, num_kv_heads=2, head_dim=8)
+    >>> q = rng.standard_normal((1, 6, 4, 8), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 1, 6, 2, 8), dtype=np.float32)
+    >>> cache.append(k[:, :5], v[:, :5])
+    >>> prompt = cache.attend(q[:, :5])
+    >>> cache.append(k[:, 5:], v[:, 5:])
+    >>> token = cache.attend(q[:, 5:])
+    >>> cache.lengths
+    array([6])
+    >>> whole = tileattn.dot_product_attention(q, k, v, is_causal=True)
+    >>> np.allclose(np.concatenate([prompt, token], axis=1), whole, atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: npt.DTypeLike = "float32",
+        window: int | None = None,
+    ) -> None:
+        self.batch = _check_size("batch", batch)
+        self.capacity = _check_size("capacity", capacity)
+        self.num_kv_heads = _check_size("num_kv_heads", num_kv_heads)
+        self.head_dim = _check_size("head_dim", head_dim)
+        self.v_head_dim = self.head_dim
+        if v_head_dim is not None:
+            self.v_head_dim = _check_size("v_head_dim", v_head_dim)
+        self.dtype = _check_dtype(dtype)
+        self.window = None if window is None else _check_size("window", window)
+        slots = self.capacity
+        if self.window is not None:
+            if self.capacity < self.window:
+                raise ValueError(
+                    f"capacity must be at least window = {self.window}, got {capacity}"
+                )
+            # The kernels' blocks of keys must not reach around the end.
+            slots = -(-slots // _core.KEY_BLOCK) * _core.KEY_BLOCK
+        # Positions start on cache lines. Keeping them off multiples of a page changes no time.
+        steps = [
+            -(-self.num_kv_heads * width * self.dtype.itemsize // CACHE_LINE) * CACHE_LINE
+            for width in (self.head_dim, self.v_head_dim)
+        ]
+        memory = memoryview(_core.Memory(self.batch * slots * sum(steps)))
+        arrays, offset = [], 0
+        for step, width in zip(steps, (self.head_dim, self.v_head_dim), strict=True):
+            size = self.dtype.itemsize
+            arrays.append(
+                np.ndarray(
+                    (self.batch, slots, self.num_kv_heads, width),
+                    self.dtype,
+                    memory,
+                    offset,
+                    (slots * step, step, width * size, size),
+                )
+            )
+            offset += self.batch * slots * step
+        self._keys, self._values = arrays
+        self._lengths = np.zeros(self.batch, np.int64)
+        self._oldest = np.zeros(self.batch, np.int64)  # what a ring has not overwritten starts here
+
+    def __repr__(self) -> str:
+        parts = [f"B={self.batch}", f"capacity={self.capacity}"]
+        parts += [f"K={self.num_kv_heads}", f"H={self.head_dim}"]
+        if self.v_head_dim != self.head_dim:
+            parts.append(f"Hv={self.v_head_dim}")
+        if self.window is not None:
+            parts.append(f"window={self.window}")
+        return f"KVCache({', '.join(parts)}, {self.dtype})"
+
+    @property
+    def lengths(self) -> Integers:
+        """Positions of each sequence, those that a ring has forgotten included: a copy, [B]."""
+        return self._lengths.copy()
+
+    @property
+    def keys(self) -> Array:
+        """The keys where they lie, [B, slots, K, H], read-only.
+
+        Position j lies in slot ``j % slots``; there are `capacity` slots, or somewhat more in a
+        ring. Slots not in use hold anything.
+        """
+        return _read_only(self._keys)
+
+    @property
+    def values(self) -> Array:
+        """The values where they lie, [B, slots, K, Hv], read-only; as `keys`."""
+        return _read_only(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys and values take when all slots are in use."""
+        return sum(a.shape[0] * a.strides[0] for a in (self._keys, self._values))
+
+    def append(
+        self,
+        k: npt.ArrayLike,
+        v: npt.ArrayLike,
+        seq_lengths: npt.ArrayLike | None = None,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        """Add positions at the end of the sequences: one, or a chunk.
+
+        Parameters
+        ----------
+        k : array [B, T, K, H]
+            Keys, of the cache's dtype, or float32 for a cache of float16 or bfloat16.
+        v : array [B, T, K, Hv]
+            Values, likewise.
+        seq_lengths : int array [B], optional
+            Sequence b gets only the first ``seq_lengths[b]`` of the T positions.
+        num_threads : int, optional
+            For this call, by default `get_num_threads()`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arrays that do not fit the cache, or if a sequence has not enough room left. No
+            sequence has changed then.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> cache = tileattn.KVCache(batch=2, capacity=4, num_kv_heads=1, head_dim=8)
+        >>> k = v = np.ones((2, 3, 1, 8), np.float32)
+        >>> cache.append(k, v, seq_lengths=[3, 1])
+        >>> cache.lengths
+        array([3, 1])
+        """
+        k, v = self._check_input("k", k), self._check_input("v", v)
+        B, K = self.batch, self.num_kv_heads
+        if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (B, K, self.head_dim):
+            raise ValueError(
+                f"k must have the shape [B, T, K, H] = ({B}, T, {K}, {self.head_dim}), "
+                f"not {k.shape}"
+            )
+        T = k.shape[1]
+        if v.shape != (B, T, K, self.v_head_dim):
+            raise ValueError(
+                f"v must have the shape [B, T, K, Hv] = {(B, T, K, self.v_head_dim)}, not {v.shape}"
+            )
+        counts = check_lengths("seq_lengths", seq_lengths, B, T)
+        if counts is None:
+            counts = np.full(B, T, np.int64)
+        threads = resolve_threads(num_threads)
+        lengths = self._lengths + counts
+        oldest = self._oldest
+        if self.window is None:
+            full = np.flatnonzero(lengths > self.capacity)
+        else:
+            oldest = np.maximum(oldest, lengths - self.capacity)
+            full = np.flatnonzero((counts > 0) & (self._first_seen(self._lengths) < oldest))
+        if len(full):
+            b = full[0]
+            limit = "" if self.window is None else f", and a window of {self.window}"
+            raise ValueError(
+                f"k has {counts[b]} positions for sequence {b}, which has {self._lengths[b]} "
+                f"already: that does not fit a capacity of {self.capacity}{limit}"
+            )
+        if T:
+            _core.append(k, v, self._keys, self._values, self._lengths, counts, threads)
+        self._lengths, self._oldest = lengths, oldest
+
+    @overload
+    def attend(
+        self,
+        q: npt.ArrayLike,
+        *,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        is_causal: bool = ...,
+        local_window_size: Window = ...,
+        query_seq_lengths: npt.ArrayLike | None = ...,
+        alibi_slopes: npt.ArrayLike | None = ...,
+        sinks: npt.ArrayLike | None = ...,
+        return_lse: Literal[False] = ...,
+        out: Array | None = ...,
+        num_threads: int | None = ...,
+    ) -> Array: ...
+
+    @overload
+    def attend(
+        self,
+        q: npt.ArrayLike,
+        *,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        is_causal: bool = ...,
+        local_window_size: Window = ...,
+        query_seq_lengths: npt.ArrayLike | None = ...,
+        alibi_slopes: npt.ArrayLike | None = ...,
+        sinks: npt.ArrayLike | None = ...,
+        return_lse: Literal[True],
+        out: Array | None = ...,
+        num_threads: int | None = ...,
+    ) -> tuple[Array, Array]: ...
+
+    def attend(
+        self,
+        q: npt.ArrayLike,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        is_causal: bool = True,
+        local_window_size: Window = None,
+        query_seq_lengths: npt.ArrayLike | None = None,
+        alibi_slopes: npt.ArrayLike | None = None,
+        sinks: npt.ArrayLike | None = None,
+        return_lse: bool = False,
+        out: Array | None = None,
+        num_threads: int | None = None,
+    ) -> Array | tuple[Array, Array]:
+        """Attention of the latest T positions to all that the cache holds.
+
+        Parameters
+        ----------
+        q : array [B, T, N, H]
+            Queries of the T positions appended last, so that the last row of q stands at position
+            ``lengths - 1``; of the cache's dtype, or float32 for a cache of float16 or bfloat16.
+        is_causal : bool, optional
+            Each position sees itself and those before it; otherwise all.
+        local_window_size : int or (left, right), optional
+            As in `dot_product_attention`, within the `window` of the cache.
+        query_seq_lengths : int array [B], optional
+            In sequence b the first ``query_seq_lengths[b]`` rows are the positions appended last;
+            the others give zeros and an LSE of -inf.
+        scale, softcap, alibi_slopes, sinks, return_lse, out, num_threads
+            As in `dot_product_attention`.
+
+        Returns
+        -------
+        out : array [B, T, N, Hv]
+            Of q's dtype.
+        lse : array [B, T, N], only with `return_lse`
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `dot_product_attention`; also for more queries than positions, unless no option asks
+            where they stand, and for positions whose window a ring has overwritten.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> cache = tileattn.KVCache(1, 16, num_kv_heads=2, head_dim=8, dtype="float16")
+        >>> cache.append(np.ones((1, 4, 2, 8), np.float32), np.ones((1, 4, 2, 8), np.float32))
+        >>> y, lse = cache.attend(np.ones((1, 1, 6, 8), np.float32), return_lse=True)
+        >>> y.shape, y.dtype, lse.shape
+        ((1, 1, 6, 8), dtype('float32'), (1, 1, 6))
+        """
+        q = self._check_input("q", q)
+        B, K, H = self.batch, self.num_kv_heads, self.head_dim
+        if q.ndim != 4 or (q.shape[0], q.shape[3]) != (B, H):
+            raise ValueError(
+                f"q must have the shape [B, T, N, H] = ({B}, T, N, {H}), not {q.shape}"
+            )
+        _, T, N, _ = q.shape
+        if N % K != 0:
+            raise ValueError(
+                f"q has N = {N} heads, which must be a multiple of the cache's K = {K}"
+            )
+        if out is not None:
+            shape = (B, T, N, self.v_head_dim)
+            check_out(out, shape, q.dtype, q=q, keys=self._keys, values=self._values)
+        is_causal = check_flag("is_causal", is_causal)
+        counts = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
+        scores = Scores(
+            check_scale(scale, H),
+            check_softcap(softcap, q.dtype),
+            None,
+            check_alibi_slopes(alibi_slopes, B, N, q.dtype),
+            check_sinks(sinks, N, q.dtype),
+        )
+        return_lse = check_flag("return_lse", return_lse)
+        threads = resolve_threads(num_threads)
+        left, right = check_window(local_window_size) or (-1, -1)
+        lengths = self._lengths
+        offset = lengths - (T if counts is None else counts)
+        keys, values = self._keys, self._values
+        if is_causal or (left, right) != (-1, -1) or alibi_slopes is not None or self.window:
+            self._check_positions(offset)
+        if self.window is None:
+            used = lengths.max()
+            keys, values = keys[:, :used], values[:, :used]
+        else:
+            left = min(self.window - 1, left) if left >= 0 else self.window - 1
+            # The kernels count from a place of slot 0 that no visible key lies before: they cut
+            # what they see into chunks that grow with the position.
+            start = self._first_seen(offset) // keys.shape[1] * keys.shape[1]
+            lengths, offset = lengths - start, offset - start
+        window = None if (left, right) == (-1, -1) else (left, right)
+        visibility = Visibility(is_causal, offset, counts, lengths, window)
+        arguments = AttentionArguments(q, keys, values, True, scores, visibility, out)
+        y, lse = attend(arguments, return_lse, threads, is_ring=self.window is not None)
+        return y if lse is None else (y, lse)
+
+    def reset(self) -> None:
+        """Forget all positions.
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> cache = tileattn.KVCache(batch=2, capacity=4, num_kv_heads=1, head_dim=8)
+        >>> cache.reset()
+        >>> cache.lengths
+        array([0, 0])
+        """
+        self.truncate(0)
+
+    def truncate(self, lengths: npt.ArrayLike) -> None:
+        """Forget the positions from `lengths` on: a draft that was refused, or a whole sequence.
+
+        Parameters
+        ----------
+        lengths : int or int array [B]
+            What is left of each sequence, at most what it has.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other lengths, or if a ring has overwritten what the window of the next position
+            would see. Nothing has changed then.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> cache = tileattn.KVCache(batch=2, capacity=4, num_kv_heads=1, head_dim=8)
+        >>> cache.append(np.ones((2, 3, 1, 8), np.float32), np.ones((2, 3, 1, 8), np.float32))
+        >>> cache.truncate([2, 0])
+        >>> cache.lengths
+        array([2, 0])
+        """
+        left = check_integers("lengths", lengths, self.batch, scalar=True)
+        wrong = np.flatnonzero((left < 0) | (left > self._lengths))
+        if len(wrong):
+            b = wrong[0]
+            raise ValueError(
+                f"lengths must lie between 0 and what each sequence has, got {left[b]} for "
+                f"sequence {b}, which has {self._lengths[b]}"
+            )
+        lost = np.flatnonzero((left < self._lengths) & (self._first_seen(left) < self._oldest))
+        lost = lost[left[lost] > 0]
+        if len(lost):
+            b = lost[0]
+            raise ValueError(
+                f"lengths cuts sequence {b} to {left[b]} positions, but only those from "
+                f"{self._oldest[b]} on are left, and the next one sees {self.window}"
+            )
+        self._lengths = left.copy()
+        self._oldest = np.where(left == 0, 0, self._oldest)
+
+    def reorder(self, index: npt.ArrayLike) -> None:
+        """Let sequence b go on from what sequence ``index[b]`` was, as a beam search does.
+
+        Only positions in use are copied, and at most one sequence a second time.
+
+        Parameters
+        ----------
+        index : int array [B]
+            Sequences; any of them several times or not at all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other integers. Nothing has changed then.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> cache = tileattn.KVCache(batch=3, capacity=4, num_kv_heads=1, head_dim=8)
+        >>> k = v = np.ones((3, 2, 1, 8), np.float32)
+        >>> cache.append(k, v, seq_lengths=[0, 1, 2])
+        >>> cache.reorder([2, 2, 1])
+        >>> cache.lengths
+        array([2, 2, 1])
+        """
+        source = check_integers("index", index, self.batch, scalar=False)
+        if source.min() < 0 or source.max() >= self.batch:
+            raise ValueError(
+                f"index must lie between 0 and B - 1 = {self.batch - 1}, got {source.min()} ... "
+                f"{source.max()}"
+            )
+        # What still has to move, and how often each sequence is still to be read.
+        moves = {b: int(a) for b, a in enumerate(source) if a != b}
+        readers = np.bincount(list(moves.values()), minlength=self.batch)
+        free = [b for b in moves if readers[b] == 0]
+        arrays = (self._keys, self._values)
+        aside: list[Array] = []
+        while moves:
+            if not free:  # only cycles are left: one sequence steps aside
+                b = next(iter(moves))
+                aside = [x[b, : self._lengths[b]].copy() for x in arrays]
+                moves[next(to for to, a in moves.items() if a == b)] = ASIDE
+                free.append(b)
+            b = free.pop()
+            a = moves.pop(b)
+            used = self._lengths[source[b]]
+            for i, x in enumerate(arrays):
+                x[b, :used] = aside[i] if a == ASIDE else x[a, :used]
+            if a != ASIDE:
+                readers[a] -= 1
+                if readers[a] == 0 and a in moves:
+                    free.append(a)
+        self._lengths, self._oldest = self._lengths[source], self._oldest[source]
+
+    def _first_seen(self, positions: Integers) -> Integers:
+        """The first key that a query at each position sees."""
+        return np.maximum(positions + 1 - (self.window or self.capacity), 0)
+
+    def _check_positions(self, offset: Integers) -> None:
+        early = np.flatnonzero(offset < 0)
+        if len(early):
+            b = early[0]
+            raise ValueError(
+                f"q has {self._lengths[b] - offset[b]} queries for sequence {b}, which has "
+                f"{self._lengths[b]} positions: append their keys first"
+            )
+        lost = np.flatnonzero(self._first_seen(offset) < self._oldest)
+        if len(lost):
+            b = lost[0]
+            raise ValueError(
+                f"q has {self._lengths[b] - offset[b]} queries for sequence {b}, of which the "
+                f"first sees {self.window} positions up to {offset[b]}, but only those from "
+                f"{self._oldest[b]} on are left"
+            )
+
+    def _check_input(self, name: str, value: npt.ArrayLike) -> Array:
+        array = check_array(name, value, halves=True)
+        allowed = dict.fromkeys((self.dtype, arithmetic_type(self.dtype)))
+        if array.dtype not in allowed:
+            raise TypeError(
+                f"{name} has dtype {array.dtype}, expected {' or '.join(map(str, allowed))}; "
+                f"convert it with .astype"
+            )
+        return array
+
+
+def _check_size(name: str, value: Any) -> int:
+    number = check_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return number
+
+
+def _check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        try:
+            from ml_dtypes import bfloat16 as dtype
+        except ImportError:
+            raise TypeError("dtype 'bfloat16' needs the package ml_dtypes") from None
+    native = np.dtype(dtype).newbyteorder("=")
+    if native not in FLOAT_TYPES and not is_half(native):
+        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, not {native}")
+    return native
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view

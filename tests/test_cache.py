@@ -1,0 +1,587 @@
+"""KVCache: decoding in any chunks is one causal call, and what it holds is what a list would."""
+
+import concurrent.futures
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import tileattn
+from tests.oracle import HALVES, arithmetic, check_attention, random, same_bits
+from tileattn import KVCache, dot_product_attention
+
+STORED = [np.float32, np.float64, *HALVES]
+NAN = np.nan
+
+
+def qkv(B, T, N, K, H, Hv, dtype=np.float32, seed=0):
+    """Of the type that is appended: that of the arithmetic."""
+    dtype = arithmetic(dtype)
+    return (
+        random(seed, B, T, N, H, dtype=dtype),
+        random(seed + 1, B, T, K, H, dtype=dtype),
+        random(seed + 2, B, T, K, Hv, dtype=dtype),
+    )
+
+
+def stored(array, cache):
+    """As the cache rounds it, in the type it is computed in."""
+    return array.astype(cache.dtype).astype(array.dtype)
+
+
+def poison(cache):
+    """Memory that is not in use may hold anything."""
+    cache._keys[...] = NAN
+    cache._values[...] = NAN
+
+
+def decode(cache, q, k, v, chunks, **options):
+    """The rows that appending and attending chunk by chunk gives, and their LSE."""
+    parts, t = [], 0
+    for n in chunks:
+        cache.append(k[:, t : t + n], v[:, t : t + n])
+        parts.append(cache.attend(q[:, t : t + n], return_lse=True, **options))
+        t += n
+    assert t == q.shape[1]
+    out, lse = zip(*parts, strict=True)
+    return np.concatenate(out, axis=1), np.concatenate(lse, axis=1)
+
+
+def cut(length, at_most, seed):
+    """Chunks of random sizes that add up to the length."""
+    rng, chunks = np.random.default_rng(seed), []
+    while length:
+        n = int(min(length, at_most, rng.choice([1, 1, 2, 3, 7, 15, 16, 40, 130])))
+        chunks.append(n)
+        length -= n
+    return chunks
+
+
+# ------------------------------------------------------------------ decoding
+
+WIDTHS = {"whole vectors": (16, 32), "others": (9, 5)}
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("H, Hv", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_decoding_in_chunks_is_one_causal_call(dtype, H, Hv, seed):
+    B, T, N, K = 2, 300 if seed is None else 1100, 6, 2
+    q, k, v = qkv(B, T, N, K, H, Hv, dtype)
+    cache = KVCache(B, T + 3, K, H, Hv, dtype)
+    poison(cache)
+    got = decode(cache, q, k, v, [1] * T if seed is None else cut(T, T, seed))
+    check_attention(got, q, stored(k, cache), stored(v, cache), is_causal=True)
+    assert same_bits(cache.keys[:, :T].copy(), k.astype(cache.dtype))
+    assert same_bits(cache.values[:, :T].copy(), v.astype(cache.dtype))
+
+
+RINGS = {
+    "one position": (1, 1, 30),
+    "no room to spare": (7, 7, 300),
+    "a few": (7, 20, 600),
+    "around blocks": (255, 256, 2700),
+    "one slot more than a block": (100, 257, 1300),
+    "many blocks": (600, 1500, 6100),
+}
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("window, capacity, T", RINGS.values(), ids=RINGS)
+def test_a_ring_is_a_window_for_ever(window, capacity, T, dtype):
+    B, N, K, H, Hv = 1, 2, 1, 16, 5
+    q, k, v = qkv(B, T, N, K, H, Hv, dtype)
+    options = {"is_causal": True, "local_window_size": (window - 1, 0)}
+    for seed in range(2):
+        cache = KVCache(B, capacity, K, H, Hv, dtype, window)
+        poison(cache)
+        got = decode(cache, q, k, v, cut(T, capacity - window + 1, seed))
+        full = [stored(a, cache) for a in (k, v)]
+        for begin in range(0, T, 500):  # the oracle's matrices stay small
+            rows, first = slice(begin, begin + 500), max(0, begin - window + 1)
+            keys = slice(first, begin + 500)
+            check_attention(
+                tuple(a[:, rows] for a in got),
+                q[:, rows],
+                *(a[:, keys] for a in full),
+                query_offset=begin - first,
+                **options,
+            )
+
+
+@pytest.mark.parametrize("T", [1, 3, 60])
+def test_a_ring_far_beyond_int32(T):
+    """Positions are not limited, and a long past costs nothing: only the window is read."""
+    q, _k, _v = qkv(2, T, 4, 2, 16, 16)
+    near, far = (KVCache(2, 600, 2, 16, window=500) for _ in range(2))
+    for cache, start in ((near, 0), (far, 256 * 3 << 40)):
+        cache._lengths[:], cache._oldest[:] = start, max(0, start - 600)
+        for t in range(0, 900, 60):
+            cache.append(*qkv(2, 60, 4, 2, 16, 16, seed=t)[1:])
+    assert same_bits(near.attend(q), far.attend(q))
+
+
+def test_windows_within_a_ring_and_within_a_cache():
+    q, k, v = qkv(1, 90, 2, 1, 16, 16)
+    for sizes in ({"capacity": 90}, {"capacity": 60, "window": 30}):
+        for window in (0, (4, None), (50, 0), (None, 3)):
+            cache = KVCache(1, num_kv_heads=1, head_dim=16, **sizes)
+            got = decode(cache, q, k, v, [7] * 12 + [6], local_window_size=window)
+            left, right = window if isinstance(window, tuple) else (window, window)
+            inner = sizes.get("window", 91) - 1
+            left = inner if left is None else min(left, inner)
+            check_attention(got, q, k, v, is_causal=True, local_window_size=(left, right))
+
+
+def test_without_causal_all_positions_are_seen():
+    q, k, v = qkv(2, 5, 2, 2, 16, 16)
+    cache = KVCache(2, 9, 2, 16)
+    cache.append(k[:, :3], v[:, :3], seq_lengths=[3, 1])
+    got = cache.attend(q, is_causal=False, return_lse=True)  # more queries than keys
+    check_attention(got, q, k[:, :3], v[:, :3], key_value_seq_lengths=np.array([3, 1]))
+
+
+def test_sequences_of_their_own_lengths():
+    B, N, K, H = 4, 4, 2, 16
+    cache = KVCache(B, 700, K, H)
+    poison(cache)
+    rng = np.random.default_rng(0)
+    pasts = [[np.zeros((0, K, H), np.float32)] * 2 for _ in range(B)]
+    for step, T in enumerate((300, 1, 9, 1, 350, 1)):
+        q, k, v = qkv(B, T, N, K, H, H, seed=10 * step)
+        counts = rng.integers(0, T + 1, B)
+        k[np.arange(T) >= counts[:, None]] = NAN
+        cache.append(k, v, counts)
+        got, lse = cache.attend(q, query_seq_lengths=counts, return_lse=True)
+        for b, n in enumerate(counts):
+            pasts[b] = [
+                np.concatenate([p, x[b, :n]]) for p, x in zip(pasts[b], (k, v), strict=True)
+            ]
+            keys, values = (p[None] for p in pasts[b])
+            assert not got[b, n:].any()
+            assert (lse[b, n:] == -np.inf).all()
+            offset = keys.shape[1] - n
+            check_attention(
+                (got[b : b + 1, :n], lse[b : b + 1, :n]), q[b : b + 1, :n], keys, values,
+                is_causal=True, query_offset=offset,
+            )  # fmt: skip
+        assert np.array_equal(cache.lengths, [len(p[0]) for p in pasts])
+
+
+def test_a_shared_cache_is_attended_to_without_appending():
+    q, k, v = qkv(1, 6, 4, 2, 8, 8)
+    cache = KVCache(1, 8, 2, 8)
+    cache.append(k, v)
+    expected = dot_product_attention(q, k, v, is_causal=True)
+    for _ in range(2):
+        assert same_bits(cache.attend(q), expected)
+    assert np.array_equal(cache.lengths, [6])
+
+
+def test_options_are_those_of_attention():
+    q, k, v = qkv(2, 5, 4, 2, 8, 8)
+    cache = KVCache(2, 8, 2, 8)
+    cache.append(k, v)
+    slopes, sinks = random(7, 4), random(8, 4)
+    for option in (
+        {"softcap": 2.0, "local_window_size": (1, 0)},
+        {"alibi_slopes": slopes},
+        {"sinks": sinks, "alibi_slopes": np.stack([slopes, -slopes])},
+    ):
+        for name in ("out", "lse"):  # rows before the last chunk's are not the first positions
+            i = name == "lse"
+            whole = dot_product_attention(q, k, v, is_causal=True, return_lse=True, **option)[i]
+            last = cache.attend(q[:, 3:], return_lse=True, **option)[i]
+            np.testing.assert_allclose(last, whole[:, 3:], rtol=1e-5, atol=1e-6)
+    out = np.empty_like(q)
+    assert cache.attend(q, scale=0.3, out=out, num_threads=2) is out
+    assert same_bits(out, dot_product_attention(q, k, v, scale=0.3, is_causal=True))
+    y, lse = cache.attend(q, out=out, return_lse=True)
+    expected = dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    assert y is out
+    assert same_bits(y, expected[0])
+    assert same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_in_and_out(dtype):
+    q, k, v = (a.astype(dtype) for a in qkv(1, 40, 4, 2, 16, 16))
+    cache = KVCache(1, 64, 2, 16, dtype=dtype)
+    got = decode(cache, q, k, v, cut(40, 40, 0))
+    check_attention(got, q, k, v, is_causal=True)
+    assert same_bits(cache.keys[:, :40].copy(), k)
+
+
+@pytest.mark.parametrize("T", [1, 5, 40])
+@pytest.mark.parametrize("window", [None, 500])
+def test_bits_do_not_depend_on_threads(T, window):
+    _, k, v = qkv(2, 1400, 8, 2, 64, 64)
+    q = qkv(2, T, 8, 2, 64, 64, seed=5)[0]
+    caches = [KVCache(2, 1400, 2, 64, window=window) for _ in range(3)]
+    for threads, cache in enumerate(caches, 1):
+        cache.append(k, v, num_threads=threads)
+    expected = caches[0].attend(q, num_threads=1)
+    for threads, cache in enumerate(caches, 1):
+        assert same_bits(cache.attend(q, num_threads=threads), expected)
+    cache = KVCache(1, 1400, 2, 64, window=window)  # nor on the other sequence
+    cache.append(k[1:], v[1:])
+    assert same_bits(cache.attend(q[1:], num_threads=2), expected[1:])
+
+
+def test_readers_at_once():
+    q, k, v = qkv(1, 300, 4, 2, 16, 16)
+    cache = KVCache(1, 300, 2, 16)
+    cache.append(k, v)
+    expected = cache.attend(q)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for y in pool.map(lambda _: cache.attend(q), range(16)):
+            assert same_bits(y, expected)
+
+
+@pytest.mark.parametrize("change", [lambda a: a[..., ::-1], lambda a: a[:, ::-1], lambda a: a[:1]])
+def test_what_is_appended_may_have_any_strides(change):
+    for dtype in (np.float32, *HALVES):
+        wide = random(0, 2, 6, 2, 8)
+        k = np.broadcast_to(change(wide), wide.shape)
+        cache = KVCache(2, 6, 2, 8, dtype=dtype)
+        cache.append(k, k)
+        assert same_bits(cache.keys.copy(), k.astype(dtype))
+        again = KVCache(2, 6, 2, 8, dtype=dtype)
+        again.append(cache.keys, cache.values)
+        assert same_bits(again.values.copy(), cache.values.copy())
+
+
+# ------------------------------------------------------------------ changes
+
+
+def test_truncate_and_go_on():
+    q, k, v = qkv(2, 20, 2, 2, 8, 8)
+    cache = KVCache(2, 16, 2, 8)
+    cache.append(k[:, :12], v[:, :12])
+    cache.truncate([5, 0])
+    assert np.array_equal(cache.lengths, [5, 0])
+    cache.append(k[:, 5:9], v[:, 5:9])
+    got = cache.attend(q[:, 5:9])
+    check_attention(got[:1], q[:1, 5:9], k[:1, :9], v[:1, :9], is_causal=True, query_offset=5)
+    check_attention(got[1:], q[1:, 5:9], k[1:, 5:9], v[1:, 5:9], is_causal=True)
+    cache.truncate(2)
+    assert np.array_equal(cache.lengths, [2, 2])
+    cache.reset()
+    assert np.array_equal(cache.lengths, [0, 0])
+
+
+@pytest.mark.parametrize("dtype", STORED)
+def test_every_order_of_four_sequences(dtype):
+    B, L = 4, 9
+    _, k, v = qkv(B, L, 1, 1, 3, 2, dtype)
+    for order in np.ndindex(B, B, B, B):
+        cache = KVCache(B, L + 1, 1, 3, 2, dtype)
+        poison(cache)
+        cache.append(k, v, [9, 0, 4, 7])
+        before = [cache.keys.copy(), cache.values.copy()]
+        cache.reorder(order)
+        assert np.array_equal(cache.lengths, np.array([9, 0, 4, 7])[list(order)])
+        for b, a in enumerate(order):
+            for now, then in zip((cache.keys, cache.values), before, strict=True):
+                used = cache.lengths[b]
+                assert same_bits(now[b, :used].copy(), then[a, :used].copy())
+
+
+def test_reorder_copies_what_is_in_use():
+    cache = KVCache(2, 100, 1, 8)
+    poison(cache)
+    cache.append(*(np.ones((2, 3, 1, 8), np.float32),) * 2)
+    cache._keys[0, 3:] = 7
+    cache.reorder([1, 0])
+    assert (cache.keys[0, 3:] == 7).all()
+    assert np.isnan(cache.keys[1, 3:]).all()
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def refused(cache, error, call, *words):
+    before = cache.lengths, cache._oldest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    with pytest.raises(error) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    after = cache.lengths, cache._oldest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_does_not_fit_changes_nothing(window):
+    cache = KVCache(2, 8, 2, 4, 5, window=window)
+    poison(cache)
+    k, v = ones(2, 4, 2, 4), ones(2, 4, 2, 5)
+    cache.append(k, v, [4, 1])
+    append = cache.append
+    more = ones(2, 9, 2, 4), ones(2, 9, 2, 5)
+    refused(cache, ValueError, lambda: append(*more, [0, 9]), "sequence 1", "9", "8")
+    if window is None:
+        refused(cache, ValueError, lambda: append(*more, [5, 5]), "sequence 0", "5", "4", "8")
+    else:
+        append(*(a[:, :6] for a in more), [6, 6])  # capacity - window + 1
+        refused(cache, ValueError, lambda: append(*more, [0, 7]), "sequence 1", "7", "window of 3")
+    for call, error, words in (
+        (lambda: append(k[:1], v), ValueError, ["k", "(2, T, 2, 4)", "(1, 4, 2, 4)"]),
+        (lambda: append(k[:, :, :1], v), ValueError, ["k", "(2, 4, 1, 4)"]),
+        (lambda: append(k[..., :3], v), ValueError, ["k", "(2, 4, 2, 3)"]),
+        (lambda: append(k[0], v), ValueError, ["k", "(4, 2, 4)"]),
+        (lambda: append(k, v[:, :3]), ValueError, ["v", "(2, 4, 2, 5)", "(2, 3, 2, 5)"]),
+        (lambda: append(k, k), ValueError, ["v", "(2, 4, 2, 5)", "(2, 4, 2, 4)"]),
+        (lambda: append(k.astype(np.float64), v), TypeError, ["k", "float64", "float32"]),
+        (lambda: append(k, v.astype(np.float16)), TypeError, ["v", "float16", "float32"]),
+        (lambda: append(k, v, [5, 0]), ValueError, ["seq_lengths", "5"]),
+        (lambda: append(k, v, [-1, 0]), ValueError, ["seq_lengths", "-1"]),
+        (lambda: append(k, v, [1]), ValueError, ["seq_lengths", "(1,)"]),
+        (lambda: append(k, v, [0, 1.0]), TypeError, ["seq_lengths", "float64"]),
+        (lambda: append(k, v, num_threads=0), ValueError, ["num_threads"]),
+        (lambda: cache.truncate([99, 0]), ValueError, ["lengths", "99", "sequence 0"]),
+        (lambda: cache.truncate(-1), ValueError, ["lengths", "-1"]),
+        (lambda: cache.truncate([1]), ValueError, ["lengths", "(1,)"]),
+        (lambda: cache.truncate(1.5), TypeError, ["lengths", "float64"]),
+        (lambda: cache.reorder([0, 2]), ValueError, ["index", "2"]),
+        (lambda: cache.reorder([-1, 0]), ValueError, ["index", "-1"]),
+        (lambda: cache.reorder(0), ValueError, ["index", "()"]),
+        (lambda: cache.reorder([True, False]), TypeError, ["index", "bool"]),
+    ):
+        refused(cache, error, call, *words)
+
+
+def test_queries_that_do_not_fit():
+    cache = KVCache(2, 8, 2, 4, 5)
+    cache.append(ones(2, 4, 2, 4), ones(2, 4, 2, 5), [4, 2])
+    q = ones(2, 3, 4, 4)
+    attend = cache.attend
+    for call, error, words in (
+        (lambda: attend(q), ValueError, ["q", "3 queries", "sequence 1", "2 positions"]),
+        (lambda: attend(q[0]), ValueError, ["q", "(3, 4, 4)"]),
+        (lambda: attend(q[:1]), ValueError, ["q", "(1, 3, 4, 4)"]),
+        (lambda: attend(q[..., :3]), ValueError, ["q", "(2, 3, 4, 3)"]),
+        (lambda: attend(q[:, :, :3]), ValueError, ["q", "N = 3", "K = 2"]),
+        (lambda: attend(q.astype(np.float64)), TypeError, ["q", "float64", "float32"]),
+        (
+            lambda: attend(q[:, :2], query_seq_lengths=[3, 0]),
+            ValueError,
+            ["query_seq_lengths", "3"],
+        ),
+        (lambda: attend(q[:, :2], local_window_size=-1), ValueError, ["local_window_size"]),
+        (lambda: attend(q[:, :2], is_causal=1), TypeError, ["is_causal"]),
+        (lambda: attend(q[:, :2], scale="1"), TypeError, ["scale"]),
+        (lambda: attend(q[:, :2], out=ones(2, 2, 4, 4)), ValueError, ["out", "(2, 2, 4, 5)"]),
+        (lambda: attend(q[:, :2], out=cache._values[:, :2]), ValueError, ["out"]),
+    ):
+        refused(cache, error, call, *words)
+    assert attend(q, query_seq_lengths=[3, 2]).shape == (2, 3, 4, 5)
+
+
+def test_a_ring_says_what_it_has_overwritten():
+    cache = KVCache(1, 10, 1, 4, window=4)
+    for _ in range(5):
+        cache.append(ones(1, 5, 1, 4), ones(1, 5, 1, 4))  # 25: those from 15 on are left
+    refused(cache, ValueError, lambda: cache.truncate(17), "17", "15", "4")
+    refused(cache, ValueError, lambda: cache.attend(ones(1, 8, 1, 4)), "8 queries", "15")
+    cache.attend(ones(1, 7, 1, 4))
+    cache.truncate(18)
+    cache.append(ones(1, 7, 1, 4), ones(1, 7, 1, 4))
+    refused(cache, ValueError, lambda: cache.append(ones(1, 8, 1, 4), ones(1, 8, 1, 4)), "8")
+    cache.truncate(0)
+    cache.append(ones(1, 10, 1, 4), ones(1, 10, 1, 4))
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"batch": 0}, ValueError, ["batch", "0"]),
+        ({"capacity": -1}, ValueError, ["capacity", "-1"]),
+        ({"num_kv_heads": 1.0}, TypeError, ["num_kv_heads", "1.0"]),
+        ({"head_dim": True}, TypeError, ["head_dim"]),
+        ({"v_head_dim": 0}, ValueError, ["v_head_dim"]),
+        ({"window": 0}, ValueError, ["window"]),
+        ({"window": 9}, ValueError, ["capacity", "window = 9", "8"]),
+        ({"dtype": np.int32}, TypeError, ["dtype", "int32"]),
+        ({"capacity": 1 << 50}, MemoryError, []),
+        ({"capacity": 1 << 62, "head_dim": 1 << 62}, MemoryError, []),
+    ],
+)
+def test_sizes_that_are_refused(given, error, words):
+    sizes = {"batch": 2, "capacity": 8, "num_kv_heads": 2, "head_dim": 4}
+    with pytest.raises(error) as caught:
+        KVCache(**(sizes | given))
+    for word in words:
+        assert word in str(caught.value)
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_rows_start_on_cache_lines_of_memory_that_outlives_the_cache():
+    for dtype in STORED:
+        cache = KVCache(3, 70, 3, 5, 7, dtype)
+        keys, values = cache.keys, cache.values
+        for array in (keys, values):
+            assert array.ctypes.data % 64 == 0
+            assert array.strides[0] % 64 == 0
+            assert array.strides[1] % 64 == 0
+            assert not array.flags.writeable
+        assert not np.shares_memory(keys, values)
+        assert cache.nbytes >= keys.nbytes + values.nbytes
+        cache.append(*(np.ones((3, 70, 3, width), arithmetic(dtype)) for width in (5, 7)))
+        del cache
+        gc.collect()
+        assert (keys.astype(np.float64) == 1).all()
+        assert (values.astype(np.float64) == 1).all()
+
+
+def test_lengths_are_a_copy():
+    cache = KVCache(2, 4, 1, 4)
+    cache.lengths[:] = 3
+    assert np.array_equal(cache.lengths, [0, 0])
+
+
+def test_repr():
+    assert repr(KVCache(1, 8, 2, 4)) == "KVCache(B=1, capacity=8, K=2, H=4, float32)"
+    ring = KVCache(1, 8, 2, 4, 6, "float16", 3)
+    assert repr(ring) == "KVCache(B=1, capacity=8, K=2, H=4, Hv=6, window=3, float16)"
+
+
+# ------------------------------------------------------------------ any sequence of calls
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A cache beside lists of positions, one list a sequence."""
+
+    N, K, H, HV = 2, 1, 16, 3
+
+    @initialize(
+        B=st.integers(1, 3),
+        sizes=st.sampled_from([(40, None), (300, None), (8, 3), (40, 16), (300, 40)]),
+        dtype=st.sampled_from([np.float32, *HALVES]),
+    )
+    def start(self, B, sizes, dtype):
+        self.capacity, self.window = sizes
+        self.cache = KVCache(B, self.capacity, self.K, self.H, self.HV, dtype, self.window)
+        poison(self.cache)
+        self.model = [[] for _ in range(B)]
+        self.written = [0] * B  # the most positions that a ring had since it was empty
+        self.seed = 0
+
+    def fresh(self, T):
+        self.seed += 10
+        return qkv(len(self.model), T, self.N, self.K, self.H, self.HV, seed=self.seed)
+
+    def oldest_needed(self, position):
+        return max(0, position + 1 - (self.window or self.capacity))
+
+    @rule(T=st.sampled_from([0, 1, 1, 2, 5, 30, 200]), data=st.data())
+    def append(self, T, data):
+        _, k, v = self.fresh(T)
+        counts = data.draw(st.lists(st.integers(0, T), min_size=len(k), max_size=len(k)))
+        written = [
+            max(w, len(m) + n) for w, m, n in zip(self.written, self.model, counts, strict=True)
+        ]
+        fits = all(
+            n == 0
+            or (
+                self.oldest_needed(len(m)) >= w - self.capacity
+                if self.window
+                else len(m) + n <= self.capacity
+            )
+            for m, n, w in zip(self.model, counts, written, strict=True)
+        )
+        if not fits:
+            with pytest.raises(ValueError, match="does not fit"):
+                self.cache.append(k, v, np.array(counts))
+            return
+        self.cache.append(k, v, np.array(counts))
+        self.written = written
+        for b, n in enumerate(counts):
+            self.model[b] += [
+                (stored(k[b, t], self.cache), stored(v[b, t], self.cache)) for t in range(n)
+            ]
+
+    @rule(T=st.integers(0, 40))
+    def attend(self, T):
+        counts = []
+        for m, w in zip(self.model, self.written, strict=True):
+            n = min(T, len(m))
+            while self.window and n and self.oldest_needed(len(m) - n) < w - self.capacity:
+                n -= 1
+            counts.append(n)
+        q = self.fresh(T)[0]
+        got = self.cache.attend(q, query_seq_lengths=counts, return_lse=True)
+        for b, (m, n) in enumerate(zip(self.model, counts, strict=True)):
+            if n == 0:
+                assert not got[0][b].any()
+                continue
+            k, v = (np.array([row[i] for row in m])[None] for i in (0, 1))
+            window = None if self.window is None else (self.window - 1, 0)
+            check_attention(
+                tuple(a[b : b + 1, :n] for a in got), q[b : b + 1, :n], k, v, is_causal=True,
+                query_offset=len(m) - n, local_window_size=window,
+            )  # fmt: skip
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        left = [data.draw(st.integers(0, len(m))) for m in self.model]
+        kept = all(
+            n in (0, len(m)) or self.window is None or self.oldest_needed(n) >= w - self.capacity
+            for n, m, w in zip(left, self.model, self.written, strict=True)
+        )
+        if not kept:
+            with pytest.raises(ValueError, match="are left"):
+                self.cache.truncate(left)
+            return
+        self.cache.truncate(np.array(left))
+        for b, n in enumerate(left):
+            del self.model[b][n:]
+            self.written[b] = self.written[b] if n else 0
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        B = len(self.model)
+        index = data.draw(st.lists(st.integers(0, B - 1), min_size=B, max_size=B))
+        self.cache.reorder(np.array(index))
+        self.model = [list(self.model[a]) for a in index]
+        self.written = [self.written[a] for a in index]
+
+    @precondition(lambda self: any(self.model))
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.model = [[] for _ in self.model]
+        self.written = [0] * len(self.model)
+
+    @invariant()
+    def same(self):
+        if not hasattr(self, "cache"):
+            return
+        keys, values = self.cache.keys, self.cache.values
+        assert list(self.cache.lengths) == [len(m) for m in self.model]
+        for b, m in enumerate(self.model):
+            oldest = self.oldest_needed(len(m)) if self.window else 0
+            for j in range(oldest, len(m)):
+                slot = j % keys.shape[1]
+                assert np.array_equal(keys[b, slot].astype(np.float32), m[j][0])
+                assert np.array_equal(values[b, slot].astype(np.float32), m[j][1])
+
+
+def test_any_sequence_of_calls():
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None)
+    )
+
+
+def test_isa_under_test_is_the_active_one(isa):
+    assert tileattn.isa() == isa
