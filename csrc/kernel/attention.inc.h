@@ -15,7 +15,7 @@
  *   q  [row][q_stride]                        times scale * log2(e), zeros up to whole vectors
  *   k  [panel][head_dim][attention_nr]        each panel interleaved by pack_rows; or [key][k_stride]
  *   v  [key][v_stride]                        whole vectors of columns
- *   weights  [row][TA_WEIGHT_STRIDE]             lanes along keys; panel p starts at p * attention_nr
+ *   weights  [row][TA_WEIGHT_STRIDE]          lanes along keys; panel p starts at p * attention_nr
  *
  * The maximum is lazy (row_max need not be the true one, only near it): scores start from -row_max,
  * and only a row with a score that exceeds it by TA_RAISE is rescaled. A row decides that alone, panel
@@ -99,25 +99,62 @@ TA_INLINE void start_scores(const int rows, const ta_attention_tile *t, starts *
     }
 }
 
+#define store_panel TA_NAME(store_panel)
+TA_INLINE void store_panel(const int rows, real *to, ptrdiff_t stride, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS])
+{
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++)
+            vec_store(to + i * stride + j * TA_VL, acc[i][j]);
+    }
+}
+
+#define load_panel TA_NAME(load_panel)
+TA_INLINE void load_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const real *from,
+                          ptrdiff_t stride)
+{
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++)
+            acc[i][j] = vec_load(from + i * stride + j * TA_VL);
+    }
+}
+
 /* What the products with a panel's keys are added to. */
 #define start_products TA_NAME(start_products)
 TA_INLINE void start_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
                               const ta_attention_tile *t, ptrdiff_t panel, starts *from)
 {
-    if (t->score_rows != NULL)
+    const ta_score_options *o = t->options;
+    if (o != NULL && t->score_rows != NULL) {
         from->hidden = start_panel(t, panel);
+        if (o->softcap == 0) {
+            load_panel(rows, acc, (const real *)t->weights + panel, TA_WEIGHT_STRIDE);
+        } else {
+            TA_UNROLL
+            for (int i = 0; i < rows; i++) {
+                TA_UNROLL
+                for (int j = 0; j < TA_ATTENTION_NV; j++)
+                    acc[i][j] = vec_all(0);
+            }
+        }
+        return;
+    }
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
         TA_UNROLL
-        for (int j = 0; j < TA_ATTENTION_NV; j++) {
-            if (t->score_rows == NULL)
-                acc[i][j] = vec_all(from->of_row[i]) +
-                            vec_load((const real *)t->options->key_bias + panel + j * TA_VL);
-            else if (t->options->softcap != 0)
-                acc[i][j] = vec_all(0);
-            else
-                acc[i][j] = vec_load((const real *)t->weights + panel + i * TA_WEIGHT_STRIDE + j * TA_VL);
-        }
+        for (int j = 0; j < TA_ATTENTION_NV; j++)
+            acc[i][j] = vec_all(from->of_row[i]);
+    }
+    if (o == NULL)
+        return;
+    TA_UNROLL
+    for (int i = 0; i < rows; i++) {
+        TA_UNROLL
+        for (int j = 0; j < TA_ATTENTION_NV; j++)
+            acc[i][j] += vec_load((const real *)o->key_bias + panel + j * TA_VL);
     }
 }
 
@@ -128,19 +165,9 @@ TA_INLINE void end_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS]
     const real *weights = (const real *)t->weights + panel;
     if (t->options->softcap != 0) {
         real products[TA_ACC_ROWS][TA_KEYS];
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
-            TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                vec_store(products[i] + j * TA_VL, acc[i][j]);
-        }
+        store_panel(rows, products[0], TA_KEYS, acc);
         cap_panel(t, panel, products);
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
-            TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_load(weights + i * TA_WEIGHT_STRIDE + j * TA_VL);
-        }
+        load_panel(rows, acc, weights, TA_WEIGHT_STRIDE);
     } else if (t->score_rows == NULL) {
         TA_UNROLL
         for (int j = 0; j < TA_ATTENTION_NV; j++) {
@@ -179,22 +206,12 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
             highest = vec_max(acc[i][j], highest);
     }
     if (hide || from->unset || vec_any_greater(highest, vec_all(TA_RAISE))) {
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
-            TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                vec_store(weights + i * TA_WEIGHT_STRIDE + j * TA_VL, acc[i][j]);
-        }
+        store_panel(rows, weights, TA_WEIGHT_STRIDE, acc);
         if (hide)
             hide_unseen(t, panel);
         raise_rows(t, panel);
         start_scores(rows, t, from);
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
-            TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] = vec_load(weights + i * TA_WEIGHT_STRIDE + j * TA_VL);
-        }
+        load_panel(rows, acc, weights, TA_WEIGHT_STRIDE);
     }
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -216,16 +233,7 @@ TA_INLINE void weigh_body(const int rows, const ta_attention_tile *t)
     start_scores(rows, t, &from);
     for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
-        if (t->options != NULL) {
-            start_products(rows, acc, t, panel, &from);
-        } else {
-            TA_UNROLL
-            for (int i = 0; i < rows; i++) {
-                TA_UNROLL
-                for (int j = 0; j < TA_ATTENTION_NV; j++)
-                    acc[i][j] = vec_all(from.of_row[i]);
-            }
-        }
+        start_products(rows, acc, t, panel, &from);
         outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1, TA_REAL,
                        (const real *)t->k + panel * t->head_dim, TA_KEYS);
         weigh_panel(rows, acc, t, panel, &from);
@@ -312,16 +320,7 @@ TA_INLINE void few_body(const int rows, const int storage, const ta_attention_ti
                 memcpy(dots[i] + key, lanes + i * keys, keys * sizeof(real));
         }
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
-        if (t->options != NULL) {
-            start_products(rows, acc, t, panel, &from);
-        } else {
-            TA_UNROLL
-            for (int i = 0; i < rows; i++) {
-                TA_UNROLL
-                for (int j = 0; j < TA_ATTENTION_NV; j++)
-                    acc[i][j] = vec_all(from.of_row[i]);
-            }
-        }
+        start_products(rows, acc, t, panel, &from);
         TA_UNROLL
         for (int i = 0; i < rows; i++) {
             TA_UNROLL

@@ -10,6 +10,7 @@
  * share them. What they hide gets the score -inf by selection: its own score may be NaN.
  */
 #define TA_KEYS (TA_ATTENTION_NV * TA_VL)
+/* Elements ahead that a row's bias is asked for: the panel after the next. No other distance was tried. */
 #define TA_BIAS_AHEAD (2 * TA_KEYS)
 #define TA_LOG2_E 1.4426950408889634074
 #define TA_LOWEST (TA_BITS == 32 ? (real) - FLT_MAX : (real) - DBL_MAX)
@@ -195,13 +196,16 @@ static int TA_NAME(load_key_options)(void *dst, const ta_score_options *o, const
     real *key_bias = dst;
     const ptrdiff_t begin = *key_begin, end = *key_end;
     for (ptrdiff_t panel = begin / TA_KEYS * TA_KEYS; panel < end; panel += TA_KEYS) {
-        real copy[TA_KEYS];
-        veci sees[TA_ATTENTION_NV];
-        row_sees(o, row, key_start + panel, end - panel, sees);
-        const real *bias = row->bias == NULL ? NULL : bias_at(o, row, key_start + panel, end - panel, copy);
+        real bias_copy[TA_KEYS];
+        unsigned char mask_copy[TA_KEYS];
+        ptrdiff_t position = key_start + panel, count = end - panel;
+        const real *bias = row->bias == NULL ? NULL : bias_at(o, row, position, count, bias_copy);
+        const unsigned char *mask = row->mask == NULL ? NULL : mask_at(o, row, position, count, mask_copy);
         for (int j = 0; j < TA_ATTENTION_NV; j++) {
             vec add = bias == NULL ? vec_all(0) : add_bias(vec_all(0), vec_load(bias + j * TA_VL));
-            vec_store(key_bias + panel + j * TA_VL, vec_select(sees[j], add, vec_all(-INFINITY)));
+            if (mask != NULL)
+                add = vec_select(vec_any_bit(mask + j * TA_VL), add, vec_all(-INFINITY));
+            vec_store(key_bias + panel + j * TA_VL, add);
         }
     }
     ptrdiff_t first = begin, last = end;
