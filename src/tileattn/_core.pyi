@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import BlockWeights, Scores, Visibility
+from tileattn._arguments import BlockWeights, NormParameters, Scores, Visibility
 
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
@@ -56,7 +56,6 @@ def merge_states(
     lses: list[_Array],
     out: _Array,
     lse: _Array,
-    dtype: str,
     threads: int,
 ) -> None: ...
 
@@ -100,10 +99,7 @@ def add_norm(
     x: _Array,
     residual: _Array | None,
     out: _Array,
-    weight: _Array | None,
-    bias: _Array | None,
-    epsilon: float,
-    subtract_mean: bool,
+    norm: NormParameters,
     threads: int,
 ) -> None: ...
 def rope(

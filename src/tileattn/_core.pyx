@@ -4,13 +4,13 @@
 Seven operations, each a plan (a struct that says what to do and in how many independent work items)
 and one function that does an item, its loops in textbook order:
 
-    gemm_item        C = A B + bias         a block of rows times a range of packed panels
-    attention_item   softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
-    weights_item     exp(Q K^T - LSE)       the same, or a block of keys under all rows
-    merge_states_item   the union of parts of the keys, a block of rows
-    norm_item        LayerNorm(X + Z)       a block of rows; or RMSNorm
-    finish_heads     RoPE(norm(Q))          a share of the heads
-    append_item      K and V into a cache   a block of rows
+    gemm_item           C = A B + bias         a block of rows times a range of packed panels
+    attention_item      softmax(Q K^T) V       one tile of the stacked query rows of a K/V head
+    weights_item        exp(Q K^T - LSE)       the same, or a block of keys under all rows
+    merge_states_item   parts of the keys      a block of rows of their union
+    norm_item           LayerNorm(X + Z)       a block of rows; or RMSNorm
+    finish_heads        RoPE(norm(Q))          a share of the heads
+    append_item         K and V into a cache   a block of rows
 
 The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
 to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
@@ -124,9 +124,6 @@ cdef inline Py_ssize_t ceil_div(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
 
 cdef inline Py_ssize_t round_up(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
     return ceil_div(a, b) * b
-
-
-KEY_BLOCK = TA_KEY_BLOCK
 
 
 # Between calls one piece of scratch memory is kept, since mapping and zeroing new pages would cost a
@@ -791,6 +788,13 @@ cdef inline double number_at(const Attention *a, const char *vector, Py_ssize_t 
     return (<const float *>vector)[i] if a.kernels.itemsize == 4 else (<const double *>vector)[i]
 
 
+cdef inline void set_number(const Attention *a, char *vector, Py_ssize_t i, double value) noexcept nogil:
+    if a.kernels.itemsize == 4:
+        (<float *>vector)[i] = <float>value
+    else:
+        (<double *>vector)[i] = value
+
+
 cdef void read_score_rows(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row,
                           Py_ssize_t rows, ta_score_row *to) noexcept nogil:
     """The options of stacked rows [row, row + rows) of a K/V head."""
@@ -1043,7 +1047,7 @@ cdef void finish_rows(const Attention *a, const State *state, Py_ssize_t b, Py_s
 cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
                         Py_ssize_t rows) noexcept nogil:
     """Has the scores of an item's rows start from minus their LSE. Rows without one see nothing."""
-    cdef Py_ssize_t i, t, n, itemsize = a.kernels.itemsize, vl = a.kernels.vl
+    cdef Py_ssize_t i, t, n, itemsize = a.kernels.itemsize
     cdef double lse
     for i in range(rows):
         t = (s.first_row + i) // a.group
@@ -1052,29 +1056,23 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
         if lse == MINUS_INFINITY:
             lse = 0
             s.first[i] = s.last[i] = 0
-        a.kernels.start_row(NULL, 0, s.first_chunk.row_max + i * itemsize,
-                            s.first_chunk.row_sum + i * vl * itemsize, lse * LOG2_E)
-    memset(s.first_chunk.row_sum, 0, rows * vl * itemsize)
+        set_number(a, s.first_chunk.row_max, i, lse * LOG2_E)
+    memset(s.first_chunk.row_sum, 0, rows * a.kernels.vl * itemsize)
     memcpy(s.weights_from, s.first_chunk.row_max, rows * itemsize)
 
 
 cdef void finish_weights(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
                          Py_ssize_t rows) noexcept nogil:
     """Writes the sums of the weights of an item's rows over the keys."""
-    cdef Py_ssize_t i, j, t, n, itemsize = a.kernels.itemsize, vl = a.kernels.vl
+    cdef Py_ssize_t i, j, t, n, vl = a.kernels.vl
     cdef double total
-    cdef char *to
     for i in range(rows):
         t = (s.first_row + i) // a.group
         n = head * a.group + (s.first_row + i) % a.group
         total = 0
         for j in range(vl):
             total = total + number_at(a, s.first_chunk.row_sum, i * vl + j)
-        to = at3(&a.weights, b, n, t, itemsize)
-        if itemsize == 4:
-            (<float *>to)[0] = <float>total
-        else:
-            (<double *>to)[0] = total
+        set_number(a, at3(&a.weights, b, n, t, a.kernels.itemsize), 0, total)
 
 
 cdef Py_ssize_t weights_items(const Attention *a) noexcept nogil:
@@ -1277,7 +1275,6 @@ cdef Attention sequence_of(const Attention *packed, const int64_t *query_starts,
 
 cdef struct Merge:
     const ta_kernels *kernels
-    int storage            # of the values
     Py_ssize_t part_count
     const Array *outs      # [part_count] of [I, J, L, Hv]
     const Array *lses      # [part_count] of [I, J, L]
@@ -1297,8 +1294,7 @@ cdef Py_ssize_t merge_scratch(const Merge *m, char *memory, ta_state **parts,
 cdef void merge_states_item(const Merge *m, Py_ssize_t item, Py_ssize_t items, char *memory) noexcept nogil:
     cdef const Array *first = m.outs
     cdef Py_ssize_t J = first.shape[1], L = first.shape[2], rows = first.shape[0] * J * L
-    cdef Py_ssize_t lse_size = m.kernels.itemsize
-    cdef Py_ssize_t size = lse_size if m.storage == TA_REAL else 2
+    cdef Py_ssize_t lse_size = m.kernels.itemsize, size = size_of(m.kernels, first)
     cdef Py_ssize_t row = item * rows // items, end = (item + 1) * rows // items, i, j, at, p
     cdef ta_merge_tile t
     cdef ta_state *parts
@@ -1318,11 +1314,15 @@ cdef void merge_states_item(const Merge *m, Py_ssize_t item, Py_ssize_t items, c
                                 at3(m.lses + p, i, j, at, lse_size), m.lses[p].stride[2])
         t.out = m.out + row * t.columns * size
         t.lse = m.lse + row * lse_size
-        m.kernels.merge_states[m.storage](&t)
+        m.kernels.merge_states[first.storage](&t)
         row = row + t.rows
 
 
 # ------------------------------------------------------------------ a cache of keys and values
+
+# A ring has a multiple of so many slots: then no block of keys reaches over its end.
+KEY_BLOCK = TA_KEY_BLOCK
+
 
 cdef struct Append:
     const ta_kernels *kernels
@@ -1777,11 +1777,10 @@ def attention_weights(q, k, lse, out, scores, visibility, rows, str summed, int 
     give_scratch(scratch)
 
 
-def merge_states(list outs, list lses, out, lse, str dtype, int threads):
+def merge_states(list outs, list lses, out, lse, int threads):
     """The union of parts of the keys: outs [I, J, L, Hv] with lses [I, J, L] into `out` and `lse`.
 
-    Values of the dtype float16 or bfloat16 come as uint16, since the latter have no buffer. `out` and `lse`
-    are contiguous. All is checked by the caller.
+    `out` and `lse` are contiguous. All is checked by the caller.
     """
     cdef Merge m
     cdef Array written
@@ -1792,14 +1791,13 @@ def merge_states(list outs, list lses, out, lse, str dtype, int threads):
     cdef bytearray memory = bytearray(2 * len(outs) * sizeof(Array))
     cdef Array *arrays = <Array *><char *>memory
     m.kernels = kernels_for(lse.itemsize)
-    m.storage = TA_F16 if dtype == "float16" else TA_BF16 if dtype == "bfloat16" else TA_REAL
     m.part_count = len(outs)
     m.outs = arrays
     m.lses = arrays + m.part_count
     for i in range(m.part_count):
-        read_array(outs[i], arrays + i)
+        read_stored(m.kernels, outs[i], arrays + i)
         read_array(lses[i], arrays + m.part_count + i)
-    read_array(out, &written, True)
+    read_stored(m.kernels, out, &written, True)
     m.out = written.data
     read_array(lse, &written, True)
     m.lse = written.data
@@ -1837,7 +1835,7 @@ cdef int read_angles(Heads *h, tuple angles, const int64_t *first) except -1:
     cos, sin = angles
     h.cos = read_vector(cos)
     h.sin = read_vector(sin)
-    h.batch_rows = h.x.shape[1] if cos.ndim == 3 else 0
+    h.batch_rows = h.x.shape[1] if cos.ndim == 3 and len(cos) > 1 else 0
     h.first = first if cos.ndim == 2 else NULL
     return 0
 
@@ -2072,10 +2070,10 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
     give_scratch(scratch)
 
 
-def add_norm(x, residual, out, weight, bias, double epsilon, bint subtract_mean, int threads):
-    """LayerNorm(x + residual) into `out`, or RMSNorm, which does not subtract the mean.
+def add_norm(x, residual, out, norm, int threads):
+    """norm(x + residual) into `out`, for a LayerNorm or an RMSNorm that fits.
 
-    All are [1, rows, D] with contiguous rows; residual may be None.
+    The arrays are [1, rows, D] with contiguous rows; residual may be None.
     """
     cdef Norm n
     cdef Array array
@@ -2088,8 +2086,7 @@ def add_norm(x, residual, out, weight, bias, double epsilon, bint subtract_mean,
     read_array(out, &array, True)
     n.out = array.data
     n.out_stride = array.stride[1]
-    n.how = ta_norm(x.shape[2], True, subtract_mean, read_vector(weight), read_vector(bias),
-                    epsilon)
+    n.how = read_norm(norm, x.shape[2])
     threads = team_size(threads, 8.0 * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
     threads = <int>items
@@ -2104,18 +2101,13 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     contiguous columns. All is checked by the caller.
     """
     cdef Heads h
-    cdef Array table
     cdef Py_ssize_t i, items
     h.kernels = kernels_for(x.itemsize)
     h.norm.normalize = False
     read_array(x, &h.x)
     read_array(out, &h.out, True)
     h.rope = ta_rope(0, h.x.shape[3], rotary_dim, interleaved, h.out.stride[2], h.x.stride[2])
-    h.cos = read_vector(cos)
-    h.sin = read_vector(sin)
-    read_array(cos, &table)
-    h.batch_rows = h.x.shape[1] if table.shape[0] > 1 else 0
-    h.first = NULL
+    read_angles(&h, (cos, sin), NULL)
     threads = team_size(threads, 8.0 * x.size)
     items = min(<Py_ssize_t>threads, h.x.shape[0] * h.x.shape[1])
     threads = <int>items

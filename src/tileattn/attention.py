@@ -18,7 +18,6 @@ from tileattn._arguments import (
     check_flag,
     check_states,
     check_varlen,
-    is_half,
 )
 from tileattn.config import resolve_threads
 
@@ -461,21 +460,11 @@ def merge_states(
     threads = resolve_threads(num_threads)
     dtype, lse_dtype = (array.dtype for array in parts[0])
     out, lse = np.empty(parts[0][0].shape, dtype), np.empty(parts[0][1].shape, lse_dtype)
-    stored = np.dtype(np.uint16) if is_half(dtype) else dtype
-    _merge(
-        [part.view(stored) for part, _ in parts],
-        [part for _, part in parts],
-        out.view(stored),
-        lse,
-        dtype.name,
-        threads,
-    )
+    _merge([part for part, _ in parts], [part for _, part in parts], out, lse, threads)
     return out, lse
 
 
-def _merge(
-    outs: list[Array], lses: list[Array], out: Array, lse: Array, dtype: str, threads: int
-) -> None:
+def _merge(outs: list[Array], lses: list[Array], out: Array, lse: Array, threads: int) -> None:
     """The loops have three axes of rows: contiguous ones become one, more are taken apart."""
     if all(array.flags.c_contiguous for array in (*outs, *lses)):
         rows = (1, 1, lse.size)
@@ -483,12 +472,12 @@ def _merge(
         lses = [array.reshape(rows) for array in lses]
     elif out.ndim > 4:
         for i in range(len(out)):
-            _merge([y[i] for y in outs], [x[i] for x in lses], out[i], lse[i], dtype, threads)
+            _merge([y[i] for y in outs], [x[i] for x in lses], out[i], lse[i], threads)
         return
     else:
         missing = (None,) * (4 - out.ndim)
         outs, lses = [array[missing] for array in outs], [array[missing] for array in lses]
-    _core.merge_states(outs, lses, out, lse, dtype, threads)
+    _core.merge_states(outs, lses, out, lse, threads)
 
 
 def attention_weights(

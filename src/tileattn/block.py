@@ -76,10 +76,7 @@ class _Norm(NormParameters):
             _as_rows(x),
             None if residual is None else _as_rows(residual),
             target,
-            self.weight,
-            self.bias,
-            self.eps,
-            self.subtract_mean,
+            self,
             threads,
         )
         if out is None:
