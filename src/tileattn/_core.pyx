@@ -845,6 +845,43 @@ cdef void write_numbers(char *to, Py_ssize_t stride, const char *numbers, Py_ssi
         memcpy(to + i * stride * itemsize, numbers + i * itemsize, itemsize)
 
 
+cdef struct Values:
+    # A block of values of one head, as they lie or padded in the scratch.
+    const char *data
+    Py_ssize_t stride
+    int storage
+    int finite             # whether all are; -1 if that has not been looked at
+
+
+cdef void add_values(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
+                     Py_ssize_t key_begin, Py_ssize_t key_end, bint some_hidden, Values *v,
+                     ta_attention_tile *t) noexcept nogil:
+    """Adds the values of keys [key_begin, key_end) of a block to the rows of a tile, times its weights."""
+    cdef const ta_kernels *kernels = a.kernels
+    cdef Py_ssize_t at, itemsize = kernels.itemsize
+    if some_hidden and v.storage != TA_REAL:        # what follows needs them converted
+        pad_rows(a, &a.v, b, head, t.key_start, key_begin, key_end, s.v)
+        v.data = s.v
+        v.stride = t.v_columns
+        v.storage = TA_REAL
+    if some_hidden and v.finite < 0:
+        at = key_begin * v.stride * itemsize
+        v.finite = kernels.all_finite(v.data + at, key_end - key_begin, t.v_columns, v.stride)
+        if not v.finite:
+            kernels.copy_finite(s.finite_v + key_begin * t.v_columns * itemsize, v.data + at,
+                                key_end - key_begin, t.v_columns, v.stride)
+    t.v_storage = v.storage
+    if some_hidden and not v.finite:                # 0 * NaN of an unseen value must not arise
+        t.v = s.finite_v
+        t.v_stride = t.v_columns
+        kernels.value_tile(t)
+        kernels.add_strays(t, v.data, v.stride)
+    else:
+        t.v = v.data
+        t.v_stride = v.stride
+        kernels.value_tile(t)
+
+
 cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
                  Py_ssize_t head_end, Py_ssize_t rows, Py_ssize_t begin, Py_ssize_t end,
                  const State *state) noexcept nogil:
@@ -859,13 +896,10 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
     cdef bint own_hidden = (a.mask.data != NULL and not a.mask_of_keys
                             or a.bias.data != NULL and not a.bias_of_keys)
     cdef bint packed, some_hidden
-    cdef int values_finite
     cdef Py_ssize_t k_size = size_of(kernels, &a.k), v_size = size_of(kernels, &a.v)
     cdef const char *next_k
     cdef const char *next_v
-    cdef Py_ssize_t v_stride
-    cdef int v_storage
-    cdef const void *v
+    cdef Values v
     cdef ta_score_options options
     cdef ta_score_row all_rows
     cdef ta_attention_tile t
@@ -900,20 +934,15 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
         t.options = &options if a.score_rows or options.key_bias != NULL else NULL
         for head in range(head_begin, head_end):                # K/V heads
             packed = False
-            v = s.v
-            v_stride = t.v_columns
-            v_storage = TA_REAL
+            v = Values(s.v, t.v_columns, TA_REAL, -1)
             if a.v_in_place:
-                v = at3(&a.v, b, block % a.ring, head, v_size)
-                v_stride = a.v.stride[1]
-                v_storage = a.v.storage
+                v = Values(at3(&a.v, b, block % a.ring, head, v_size), a.v.stride[1], a.v.storage, -1)
             next_head = head + 1 if head + 1 < head_end else head_begin
             next_block = block if head + 1 < head_end else block + step
             next_k = at3(&a.k, b, next_block % a.ring, next_head, k_size)
-            next_v = <const char *>v
+            next_v = v.data
             if not a.v_in_place:                                # then these have been read by now
                 next_v = at3(&a.v, b, next_block % a.ring, next_head, v_size)
-            values_finite = -1                                  # not looked at yet
             for r in range(row_tiles):                          # register tiles of query rows
                 row = r * rows // row_tiles
                 row_end = (r + 1) * rows // row_tiles
@@ -967,29 +996,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 if a.weights.data != NULL:
                     take_weights(a, s, &t, b, head, row)
                     continue
-                if some_hidden and v_storage != TA_REAL:        # what follows needs them converted
-                    pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
-                    v = s.v
-                    v_stride = t.v_columns
-                    v_storage = TA_REAL
-                if some_hidden and values_finite < 0:
-                    at = key_begin * v_stride * itemsize
-                    values_finite = kernels.all_finite(<const char *>v + at, key_end - key_begin,
-                                                       t.v_columns, v_stride)
-                    if not values_finite:
-                        kernels.copy_finite(s.finite_v + key_begin * t.v_columns * itemsize,
-                                            <const char *>v + at, key_end - key_begin, t.v_columns,
-                                            v_stride)
-                t.v = v
-                t.v_stride = v_stride
-                t.v_storage = v_storage
-                if some_hidden and not values_finite:           # 0 * NaN of an unseen value must not arise
-                    t.v = s.finite_v
-                    t.v_stride = t.v_columns
-                    kernels.value_tile(&t)
-                    kernels.add_strays(&t, v, v_stride)
-                else:
-                    kernels.value_tile(&t)
+                add_values(a, s, b, head, key_begin, key_end, some_hidden, &v, &t)
         block = block + step
 
 
@@ -1130,7 +1137,7 @@ cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ss
 
 cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
     cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2]
-    cdef Py_ssize_t chunk = item % a.chunks if a.split else 0
+    cdef Py_ssize_t first_chunk = item % a.chunks if a.split else 0
     cdef Py_ssize_t left = item // a.chunks if a.split else item
     # Inside a (b, head) the later tiles come first: causal, they are the longest.
     cdef Py_ssize_t tile = a.tiles - 1 - left % a.tiles
@@ -1138,7 +1145,8 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     cdef Py_ssize_t head_begin = part * K // a.head_parts, head_end = (part + 1) * K // a.head_parts
     cdef Py_ssize_t row = tile * all_rows // a.tiles
     cdef Py_ssize_t rows = (tile + 1) * all_rows // a.tiles - row
-    cdef Py_ssize_t heads = head_end - head_begin, head, begin, end, tile_begin, tile_end
+    cdef Py_ssize_t heads = head_end - head_begin, head, chunk, begin, end, tile_begin, tile_end
+    cdef bint apart
     cdef AttentionScratch s
     cdef State state, first
 
@@ -1148,27 +1156,25 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     read_tile(a, &s, b, head_begin, head_end, rows, &tile_begin, &tile_end)
 
     # Sinks count once: in the first chunk.
-    state = part_state(a, b, chunk, head_begin) if a.split else s.first_chunk
+    state = part_state(a, b, first_chunk, head_begin) if a.split else s.first_chunk
     start_rows(a, &state, heads * rows)
-    for head in range(heads if chunk == 0 else 0):
+    for head in range(heads if first_chunk == 0 else 0):
         first = skip_rows(a, &state, head * rows)
         add_sinks(a, &first, b, head_begin + head, row, rows)
-    if a.split:
+    for chunk in range(first_chunk, first_chunk + 1 if a.split else a.chunks):
         begin = max(tile_begin, chunk_begin(chunk))
-        end = min(tile_end, chunk_begin(chunk + 1))
-        attend(a, &s, b, head_begin, head_end, rows, begin, end, &state)
-        return
-    if a.chunks == 1:
-        attend(a, &s, b, head_begin, head_end, rows, tile_begin, tile_end, &s.first_chunk)
-    for chunk in range(a.chunks if a.chunks > 1 else 0):
-        begin = max(tile_begin, chunk_begin(chunk))
-        end = min(tile_end, chunk_begin(chunk + 1))
-        state = s.first_chunk if chunk == 0 else s.other_chunk
-        if chunk > 0 and begin < end:
+        end = tile_end if chunk + 1 == a.chunks else min(tile_end, chunk_begin(chunk + 1))
+        if begin >= end:
+            continue
+        apart = chunk > first_chunk
+        if apart:
+            state = s.other_chunk
             start_rows(a, &state, heads * rows)
         attend(a, &s, b, head_begin, head_end, rows, begin, end, &state)
-        if chunk > 0 and begin < end:
+        if apart:
             merge_rows(a, &s.first_chunk, &state, heads * rows)
+    if a.split:
+        return
     for head in range(heads):
         state = skip_rows(a, &s.first_chunk, head * rows)
         finish_rows(a, &state, b, head_begin + head, row, rows)
