@@ -223,12 +223,16 @@ def check_attention(
         alibi_slopes=alibi_slopes,
         mask=mask,
     )
-    scores = Scores(
-        check_scale(scale, H),
-        check_softcap(softcap, q.dtype),
-        bias,
-        check_alibi_slopes(alibi_slopes, B if has_batch else None, N, q.dtype),
-        check_sinks(sinks, N, q.dtype),
+    scores = check_scores(
+        B if has_batch else None,
+        N,
+        H,
+        q.dtype,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     return AttentionArguments(q, k, v, has_batch, scores, visibility, out)
 
@@ -276,12 +280,8 @@ def check_varlen(
         needed_by=_what_needs_positions(causal, window, alibi_slopes),
         where=f" in sequence {ragged[0]}" if len(ragged) else "",
     )
-    scores = Scores(
-        check_scale(scale, H),
-        check_softcap(softcap, q.dtype),
-        None,
-        check_alibi_slopes(alibi_slopes, B, N, q.dtype),
-        check_sinks(sinks, N, q.dtype),
+    scores = check_scores(
+        B, N, H, q.dtype, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
     )
     visibility = Visibility(causal, offset, None, None, window)
     return VarlenArguments(q[0], k[0], v[0], query_starts, key_starts, scores, visibility, out)
@@ -343,11 +343,15 @@ def check_attention_weights(
         alibi_slopes=alibi_slopes,
         mask=mask,
     )
-    scores = Scores(
-        check_scale(scale, H),
-        check_softcap(softcap, q.dtype),
-        bias,
-        check_alibi_slopes(alibi_slopes, B if has_batch else None, N, q.dtype),
+    scores = check_scores(
+        B if has_batch else None,
+        N,
+        H,
+        q.dtype,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
     )
     return WeightsArguments(
         q,
@@ -516,11 +520,7 @@ def check_block_weights(
         rotary_dim,
         q_norm,
         k_norm,
-        Scores(
-            check_scale(scale, H),
-            check_softcap(softcap, dtype),
-            sinks=check_sinks(sinks, N, dtype),
-        ),
+        check_scores(None, N, H, dtype, scale=scale, softcap=softcap, sinks=sinks),
         check_flag("is_causal", is_causal),
         check_window(local_window_size),
     )
@@ -743,6 +743,28 @@ def check_scale(scale: float | None, H: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(H) if H else 1.0
     return check_real("scale", scale)
+
+
+def check_scores(
+    B: int | None,
+    N: int,
+    H: int,
+    dtype: np.dtype[Any],
+    *,
+    scale: float | None,
+    softcap: float | None,
+    bias: Array | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+) -> Scores:
+    """Check what q k^T goes through for inputs of that dtype. The bias is checked already."""
+    return Scores(
+        check_scale(scale, H),
+        check_softcap(softcap, dtype),
+        bias,
+        check_alibi_slopes(alibi_slopes, B, N, dtype),
+        check_sinks(sinks, N, dtype),
+    )
 
 
 def check_softcap(softcap: float | None, dtype: np.dtype[Any]) -> float:

@@ -13,20 +13,16 @@ from tileattn._arguments import (
     Array,
     AttentionArguments,
     Integers,
-    Scores,
     Visibility,
     Window,
     arithmetic_type,
-    check_alibi_slopes,
     check_array,
     check_flag,
     check_int,
     check_integers,
     check_lengths,
     check_out,
-    check_scale,
-    check_sinks,
-    check_softcap,
+    check_scores,
     check_window,
     is_half,
 )
@@ -352,12 +348,8 @@ class KVCache:
             check_out(out, shape, q.dtype, q=q, keys=self._keys, values=self._values)
         is_causal = check_flag("is_causal", is_causal)
         counts = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
-        scores = Scores(
-            check_scale(scale, H),
-            check_softcap(softcap, q.dtype),
-            None,
-            check_alibi_slopes(alibi_slopes, B, N, q.dtype),
-            check_sinks(sinks, N, q.dtype),
+        scores = check_scores(
+            B, N, H, q.dtype, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
         )
         return_lse = check_flag("return_lse", return_lse)
         threads = resolve_threads(num_threads)
