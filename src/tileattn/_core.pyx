@@ -51,9 +51,10 @@ cdef enum:
     # Bytes of a block of A up to which it is packed over the whole depth, so that every panel of B is
     # read in one stream and C stays in the first-level cache: a part of any second-level cache.
     WHOLE_DEPTH = 1 << 19
-    # Query rows (positions times heads of the group) that share one packed block of keys: 192 spend
-    # twice the time on packing, 768 gain 1-3% on one thread and leave little to balance on more.
-    TILE_ROWS = 384
+    # Query rows (positions times heads of the group) that share one packed block of keys: 384 take 2-5%
+    # longer, 192 spend twice the time on packing, 768 leave little to balance on several threads.
+    # Shorter sequences take several K/V heads into an item, 4-9% faster at 128 rows of 32 columns.
+    TILE_ROWS = 512
     # Up to this many query rows a K/V head the keys are cut into chunks of this many and more, whose
     # results are merged: few rows leave no other way to use all threads, and merging costs them little.
     CHUNKED_ROWS = 128
@@ -580,7 +581,7 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
                     or (a.bias.data != NULL and not a.bias_of_keys))
     a.chunks = chunks_of(a.k.shape[1]) if rows <= CHUNKED_ROWS else 1
     a.tiles = 1 if rows <= CHUNKED_ROWS else ceil_div(rows, TILE_ROWS)
-    a.head_parts = 1 if a.few else K
+    a.head_parts = 1 if a.few else ceil_div(K, max(TILE_ROWS // max(rows, <Py_ssize_t>1), <Py_ssize_t>1))
     a.split = False
     a.parts = NULL
     if threads > 1 and sequences * K > 0:
@@ -591,8 +592,8 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
         a.split = a.chunks > 1 and items < 2 * threads
         if a.split:
             items = items * a.chunks
-        if a.few and items < 2 * threads:
-            a.head_parts = min(K, ceil_div(2 * threads, items))
+        if items < 2 * threads:
+            a.head_parts = min(K, a.head_parts * ceil_div(2 * threads, items))
 
 
 cdef double attention_flops(const Attention *a) noexcept nogil:
