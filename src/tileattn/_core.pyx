@@ -30,6 +30,7 @@ cdef extern from "omp.h" nogil:
     int omp_get_max_threads() noexcept
     int omp_get_num_procs() noexcept
     int omp_get_proc_bind() noexcept
+    int omp_get_thread_limit() noexcept
     double omp_get_wtime() noexcept
 
 cdef extern from *:
@@ -1456,7 +1457,7 @@ cdef int team_size(int threads, double flops) noexcept:
     if threads < 1 or flops < FLOPS_WORTH_A_THREAD or ta_is_forked_child():
         return 1
     # Beyond a few for each CPU threads only wait, and a failed thread creation would end the process.
-    return min(threads, max(16, 4 * omp_get_num_procs()))
+    return min(threads, max(16, 4 * omp_get_num_procs()), omp_get_thread_limit())
 
 
 def measure_fma_peak(str dtype, int threads):
