@@ -40,6 +40,7 @@ from tileattn.config import (
     show_config,
     threads,
 )
+from tileattn.plan import Plan, explain
 from tileattn.rope import Rope, RopeScaling, apply_rope
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "AttentionBlock",
     "KVCache",
     "LayerNorm",
+    "Plan",
     "RMSNorm",
     "Rope",
     "RopeScaling",
@@ -57,6 +59,7 @@ __all__ = [
     "available_isas",
     "cost",
     "dot_product_attention",
+    "explain",
     "get_num_threads",
     "isa",
     "merge_states",

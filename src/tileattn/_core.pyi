@@ -31,7 +31,7 @@ def attention(
     q: _Array,
     k: _Array,
     v: _Array,
-    out: _Array,
+    out: _Array | None,
     lse: _Array | None,
     scores: Scores,
     visibility: Visibility,
@@ -39,7 +39,8 @@ def attention(
     query_starts: _Integers | None = None,
     key_starts: _Integers | None = None,
     ring: bool = ...,
-) -> None: ...
+    report: bool = ...,
+) -> Any: ...  # with a report the fields of a Plan, else None
 def attention_weights(
     q: _Array,
     k: _Array,

@@ -29,6 +29,7 @@ from libc.string cimport memcpy, memset
 cdef extern from "omp.h" nogil:
     int omp_get_max_threads() noexcept
     int omp_get_num_procs() noexcept
+    int omp_get_num_threads() noexcept
     int omp_get_proc_bind() noexcept
     int omp_get_thread_limit() noexcept
     double omp_get_wtime() noexcept
@@ -603,6 +604,8 @@ cdef double attention_flops(const Attention *a) noexcept nogil:
 
 
 cdef Py_ssize_t attention_items(const Attention *a) noexcept nogil:
+    if a.group * a.q.shape[1] == 0:
+        return 0
     return a.q.shape[0] * a.head_parts * a.tiles * (a.chunks if a.split else 1)
 
 
@@ -1228,7 +1231,7 @@ cdef void plan_turns(Turn *turns, Py_ssize_t count, int threads, double flops) n
         own = attention_flops(plan) / plan.q.shape[0]
         alike = <Py_ssize_t>(flops / own + 0.5) if flops < 1e9 * own else count
         plan_attention(plan, threads, alike)
-        turns[i].cost = own / attention_items(plan)
+        turns[i].cost = own / max(attention_items(plan), <Py_ssize_t>1)
     qsort(turns, count, sizeof(Turn), longer_first)
     turns[0].first[ITEMS] = turns[0].first[MERGES] = 0
     for i in range(count):
@@ -1674,14 +1677,37 @@ def append(k, v, keys, values, starts, counts, int threads):
     give_scratch(scratch)
 
 
+cdef dict describe(const Attention *a, int threads, Py_ssize_t items, Py_ssize_t merges, Py_ssize_t nbytes):
+    """How attention is done, in the words of plan.Plan."""
+    return {
+        "path": "streaming" if a.few else "tiled",
+        "isa": active_isa(),
+        "arithmetic": "float32" if a.kernels.itemsize == 4 else "float64",
+        "threads": threads,
+        "items": items,
+        "head_parts": a.head_parts,
+        "tiles": a.tiles,
+        "tile_rows": ceil_div(a.group * a.q.shape[1], a.tiles),
+        "key_block": block_keys(a),
+        "register_tile": None if a.few else (a.kernels.attention_mr, a.kernels.attention_nr),
+        "chunks": a.chunks,
+        "splits": a.chunks if a.split else 1,
+        "merges": merges,
+        "workspace_bytes": nbytes,
+    }
+
+
 def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=None, key_starts=None,
-              bint ring=False):
+              bint ring=False, bint report=False):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
     as are `scores` and `visibility` (see _arguments.py). With starts[sequences + 1] the arrays' B is 1, and
     sequences lie one after the other along T and S. In a ring position j of key_value_lengths lies at j
     modulo S, which is a multiple of TA_KEY_BLOCK.
+
+    A report, of dense arrays only, says how it was done, in the words of plan.Plan: threads, items and
+    merges as they were counted. Without `out` nothing is done, and the report foretells it.
     """
     cdef Attention a
     cdef AttentionScratch layout
@@ -1694,12 +1720,15 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     cdef const int64_t *k_starts = read_integers(key_starts)
     cdef bytearray memory
     cdef double flops = 0
-    cdef Py_ssize_t i, items, merges, each = 0, parts = 0, count = 1
+    cdef Py_ssize_t i, items, merges, each = 0, parts = 0, count = 1, size
+    cdef Py_ssize_t items_done = 0, merges_done = 0
+    cdef int[1] team
     a.kernels = kernels_for(8 if q.itemsize == 8 else 4)
     read_stored(a.kernels, q, &a.q)
     read_stored(a.kernels, k, &a.k)
     read_stored(a.kernels, v, &a.v)
-    read_stored(a.kernels, out, &a.out, True)
+    if out is not None:
+        read_stored(a.kernels, out, &a.out, True)
     a.lse.data = NULL
     if lse is not None:
         read_array(lse, &a.lse, True)
@@ -1707,9 +1736,7 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     if ring:
         a.ring = a.k.shape[1]
         a.k.shape[1] = a.v.shape[1] = max(visibility.key_value_lengths, default=0)
-    if a.q.shape[0] == 0 or a.q.shape[1] == 0 or a.q.shape[2] == 0:
-        return
-    a.group = a.q.shape[2] // a.k.shape[2]
+    a.group = a.q.shape[2] // max(a.k.shape[2], <Py_ssize_t>1)
     if q_starts != NULL:
         count = len(query_starts) - 1
         memory = bytearray(count * (sizeof(Attention) + sizeof(Turn)) + sizeof(Turn))
@@ -1725,24 +1752,32 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
         flops += attention_flops(plans + i)
     threads = team_size(threads, flops)
     plan_turns(turns, count, threads, flops)
-    for i in range(count):
+    items = turns[count].first[ITEMS]
+    merges = turns[count].first[MERGES]
+    for i in range(count if items > 0 else 0):
         require_attention(plans + i)
         parts += parts_size(plans + i)
         each = max(each, attention_scratch(plans + i, &layout, NULL))
-    items = turns[count].first[ITEMS]
-    merges = turns[count].first[MERGES]
     threads = <int>min(<Py_ssize_t>threads, items)
-    scratch = take_scratch(parts + each * threads)
+    size = parts + each * threads
+    if out is None or items == 0:
+        return describe(&a, threads, items, merges, size) if report else None
+    scratch = take_scratch(size)
     workspace = scratch.data
     for i in range(count):
         plans[i].parts = workspace
         workspace += parts_size(plans + i)
     with nogil, parallel(num_threads=threads):
+        if threadid() == 0:
+            team[0] = omp_get_num_threads()
         for i in prange(items, schedule="dynamic"):
             item_in_turn(turns, count, i, workspace + threadid() * each)
+            items_done += 1
         for i in prange(merges, schedule="static"):
             merge_in_turn(turns, count, i)
+            merges_done += 1
     give_scratch(scratch)
+    return describe(&a, team[0], items_done, merges_done, size) if report else None
 
 
 def attention_weights(q, k, lse, out, scores, visibility, rows, str summed, int threads):
