@@ -49,8 +49,8 @@ def check(done, q, k, v, **options):
     rows = N // max(K, 1) * T
     assert plan.isa == tileattn.isa()
     assert plan.arithmetic == np.dtype(arithmetic(q.dtype)).name
-    assert plan.path == ("streaming" if rows <= 15 else "tiled")
-    assert plan.key_block == (32 if rows <= 15 else 256)
+    assert plan.path == ("streaming" if rows <= 16 else "tiled")
+    assert plan.key_block == (32 if rows <= 16 else 256)
     assert plan.tile_rows == -(-rows // plan.tiles) <= 512
     assert plan.splits in (1, plan.chunks)
     assert plan.merges == (B * K if plan.splits > 1 else 0)
@@ -76,8 +76,8 @@ SIZES = [
     {"S": 3000, "B": 5},
     {"S": 700, "N": 10, "K": 5, "H": 64},
     {"S": 20000, "N": 8, "K": 1},
-    {"S": 512, "N": 16, "K": 1, "H": 128},
-    {"S": 513, "N": 16, "K": 1, "H": 128},
+    {"S": 512, "N": 17, "K": 1, "H": 128},
+    {"S": 513, "N": 17, "K": 1, "H": 128},
     {"T": 64, "S": 600, "N": 2},
     {"T": 64, "S": 600},
     {"T": 65, "S": 600},

@@ -62,10 +62,11 @@ cdef enum:
     CHUNKED_ROWS = 128
     CHUNK = 512
     # Up to this many rows, keys and values are read as they lie, without packing them first, in blocks of
-    # this many keys. At 8 rows packing takes 1.5 times as long, at 16 from 1.2 to 1.4 times; the two cross
-    # at 20 to 28 rows (float32, AVX-512; other ISAs were not measured, and their tiles are lower). Blocks
-    # of 64, 128 and 256 keys read DRAM at 70, 75 and 62% of the bandwidth, where 32 reach 83%.
-    FEW_ROWS = 15
+    # this many keys. At 8 rows packing takes 1.2 to 1.6 times as long, at 16 from 1.0 to 1.35 times; the
+    # two cross at 20 to 24 rows, on every ISA. Blocks of 64, 128 and 256 keys read DRAM at 70, 75 and 62%
+    # of the bandwidth, where 32 reach 83%. Asking for whole blocks ahead, in the order of their
+    # addresses, was 6% slower than asking for what the next product reads.
+    FEW_ROWS = 16
     FEW_BLOCK = 32
     # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
     SKEW = 16

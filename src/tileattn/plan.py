@@ -127,7 +127,7 @@ def explain(
 
     Notes
     -----
-    The path follows from the G * T query rows that share a K/V head: up to 15 stream keys and
+    The path follows from the G * T query rows that share a K/V head: up to 16 stream keys and
     values, since packing them would cost more than it saves, and more are tiled. Up to 128 rows
     attend to chunks of 512 keys and more one by one, so that threads can share them. Both, and with
     them every bit of a result, depend on the shape of one sequence only. The batch and the threads
