@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import arrays
-from benchmarks.report import Work
+from benchmarks.report import OURS, Work, relative_error
+
+#: Between two results for the same cell. Those of bfloat16 differ by 2**-8; one key too many or too
+#: few among 4096 would make twice as much.
+TOLERANCE = 2**-7
 
 Measure = Callable[[Work, str, int], None]
 
@@ -21,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def measure(benchmark: BenchmarkFixture) -> Measure:
-    """Times one candidate of a cell, grouped with the others of that cell and number of threads."""
+    """Times one candidate of a cell, grouped with the others of that cell and number of threads,
+    and compares its result with ours."""
 
     def run(work: Work, name: str, threads: int) -> None:
         if name not in work.candidates:
@@ -29,7 +35,10 @@ def measure(benchmark: BenchmarkFixture) -> Measure:
         benchmark.group = f"{work.cell.name}, {threads} threads"
         candidate = work.candidates[name]
         candidate.prepare(threads)
-        benchmark(candidate.call, threads)
+        result = benchmark(candidate.call, threads)
+        if name != OURS:
+            expected = np.array(work.candidates[OURS].call(threads), np.float64)
+            assert relative_error(result, expected) < TOLERANCE
         if benchmark.stats is not None:  # None under --benchmark-disable
             seconds = benchmark.stats.stats.median
             amount, unit = work.rate
