@@ -18,13 +18,15 @@ _LINE = 64
 _HUGE_PAGE = 1 << 21
 
 
-def empty(shape: tuple[int, ...], alignment: Alignment = "line") -> Array:
-    """Uninitialised float32. From 4 MB on NumPy asks for huge pages, and it starts on one."""
-    count = math.prod(shape)
-    page = _HUGE_PAGE if 4 * count >= _HUGE_PAGE else _LINE
-    raw = np.empty(count + (page + _LINE) // 4, np.float32)
-    start = -raw.ctypes.data % page // 4 + (4 if alignment == "numpy" else 0)
-    return raw[start : start + count].reshape(shape)
+def empty(
+    shape: tuple[int, ...], alignment: Alignment = "line", dtype: npt.DTypeLike = np.float32
+) -> Array:
+    """Uninitialised. From 4 MB on NumPy asks for huge pages, and it starts on one."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    page = _HUGE_PAGE if nbytes >= _HUGE_PAGE else _LINE
+    raw = np.empty(nbytes + page + _LINE, np.uint8)
+    start = -raw.ctypes.data % page + (16 if alignment == "numpy" else 0)
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def normal(
@@ -32,16 +34,16 @@ def normal(
     shape: tuple[int, ...],
     alignment: Alignment = "line",
     scale: float = 1.0,
+    dtype: npt.DTypeLike = np.float32,
 ) -> Array:
-    array = empty(shape, alignment)
-    rng.standard_normal(out=array, dtype=np.float32)
-    array *= np.float32(scale)
+    array = empty(shape, alignment, dtype)
+    array[...] = np.float32(scale) * rng.standard_normal(shape, np.float32)
     return array
 
 
 def copy(array: Array, alignment: Alignment = "line") -> Array:
     """The same numbers elsewhere, contiguous."""
-    other = empty(array.shape, alignment)
+    other = empty(array.shape, alignment, array.dtype)
     other[...] = array
     return other
 

@@ -16,15 +16,26 @@ from benchmarks.rounds import Candidate
 
 def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
     rng = np.random.default_rng(0)
-    q = normal(rng, (cell.B, cell.T, cell.N, cell.H), alignment)
-    k = normal(rng, (cell.B, cell.S, cell.K, cell.H), alignment)
-    v = normal(rng, (cell.B, cell.S, cell.K, cell.H), alignment)
+    q, k, v = (
+        normal(rng, (cell.B, length, heads, cell.H), alignment, dtype=cell.dtype)
+        for length, heads in ((cell.T, cell.N), (cell.S, cell.K), (cell.S, cell.K))
+    )
+    bias = normal(rng, (cell.B, cell.N, cell.T, cell.S), alignment) if cell.bias else None
+    mask = None
+    if cell.lengths is not None:
+        mask = np.arange(cell.S) < np.reshape(cell.lengths, (cell.B, 1, 1, 1))
     others = range(copies_if_cold(cell.cold, k.nbytes + v.nbytes) - 1)
     keys = [k, *(copy(k, alignment) for _ in others)]
     values = [v, *(copy(v, alignment) for _ in others)]
     out = empty(q.shape, alignment)
     turn = rotation(len(keys))
-    options: dict[str, Any] = {"is_causal": cell.causal, "query_offset": cell.S - cell.T}
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "is_causal": cell.causal,
+        "query_offset": cell.S - cell.T,
+        "local_window_size": None if cell.window is None else (cell.window - 1, None),
+    }
 
     def ours(threads: int) -> Array:
         i = next(turn)
@@ -34,11 +45,25 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
 
     return Work(
         cell,
-        {OURS: Candidate(ours), **peers.attention(q, keys, values, cell.causal, turn)},
+        {
+            OURS: Candidate(ours),
+            **peers.attention(
+                q,
+                keys,
+                values,
+                turn,
+                causal=cell.causal,
+                window=cell.window,
+                bias=bias,
+                mask=mask,
+            ),
+        },
         exact=lambda: tileattn.reference.dot_product_attention(
             *(a.astype(np.float64) for a in (q, k, v)), **options
         ),
-        streams=list(zip(keys, values, strict=True)),
+        streams=[
+            (k.view(np.float32), v.view(np.float32)) for k, v in zip(keys, values, strict=True)
+        ],
         turn=turn,
     )
 

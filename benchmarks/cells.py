@@ -7,9 +7,13 @@ says which limit of the machine the cell is held against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 
 from tileattn.cost import BlockCost, attention_block_cost
 
@@ -40,7 +44,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class Attention:
-    """q[B, T, N, H], k and v[B, S, K, H]; causal means that the last query sees the last key."""
+    """q[B, T, N, H], k and v[B, S, K, H]; causal means that the last query sees the last key.
+
+    Options: a bias[B, N, T, S], a mask[B, 1, 1, S] that shows so many keys of each sequence, the
+    keys that a causal query sees, its own included, and the dtype of q, k and v.
+    """
 
     label: str
     B: int
@@ -51,10 +59,19 @@ class Attention:
     H: int
     causal: bool = False
     cold: bool = False
+    bias: bool = False
+    lengths: tuple[int, ...] | None = None
+    window: int | None = None
+    dtype: npt.DTypeLike = np.float32
 
     @property
     def name(self) -> str:
         return f"{self.label} {_temperature(self.cold)}"
+
+    @property
+    def plain(self) -> Attention:
+        """Without its options."""
+        return replace(self, bias=False, lengths=None, window=None, dtype=np.float32)
 
     @property
     def of_limit(self) -> Limit:
@@ -62,8 +79,15 @@ class Attention:
 
     @cached_property
     def flops(self) -> int:
-        """Of scores and values, over visible pairs."""
-        cost = attention_block_cost(
+        """Of scores and values, over visible pairs: those that neither causality, window nor mask
+        hides."""
+        pairs = self._pairs(self.S - self.T)
+        if self.window is not None:
+            pairs -= self._pairs(self.S - self.T - self.window)
+        return 4 * pairs * self.N * self.H
+
+    def _pairs(self, query_offset: int) -> int:
+        return attention_block_cost(
             self.B,
             self.T,
             1,
@@ -72,9 +96,9 @@ class Attention:
             self.H,
             S=self.S,
             is_causal=self.causal,
-            query_offset=self.S - self.T,
-        )
-        return 4 * cost.visible_pairs * self.N * self.H
+            query_offset=query_offset,
+            key_value_seq_lengths=self.lengths,
+        ).visible_pairs
 
 
 @dataclass(frozen=True)
@@ -171,6 +195,22 @@ ATTENTION = (
     Attention("P6", B=1, T=16384, S=16384, N=4, K=1, H=128, causal=True),
     Attention("C1", B=1, T=256, S=4096, N=32, K=8, H=128, causal=True),
     *(Attention(*sizes, cold=cold) for sizes in _DECODE for cold in (False, True)),
+)
+
+OPTIONS = (
+    Attention("M1 bias", B=1, T=512, S=512, N=12, K=12, H=64, bias=True),
+    Attention(
+        "M2 padding mask",
+        B=8,
+        T=128,
+        S=128,
+        N=12,
+        K=12,
+        H=32,
+        lengths=(128, 97, 45, 113, 31, 128, 80, 64),
+    ),
+    Attention("W1 window", B=1, T=8192, S=8192, N=8, K=2, H=64, causal=True, window=512),
+    Attention("D1 bfloat16", *_DECODE[0][1:], cold=True, dtype=ml_dtypes.bfloat16),
 )
 
 _RAGGED = (500, 35, 128, 17, 260, 90, 411, 64, 22, 149, 310, 77, 190, 12, 45, 233)

@@ -50,10 +50,13 @@ _GENERAL = ["numpy"] * HAS_NUMPY + ["torch"] * HAS_TORCH
 #: Names of the installed peers; not each of them takes every cell.
 LINEAR = [*_GENERAL, *["onnxruntime"] * HAS_ONNXRUNTIME]
 ATTENTION = [*_GENERAL, *["ORT MHA", "ORT GQA", "ORT Attention"] * HAS_ONNXRUNTIME]
+OPTIONS = [*ATTENTION, *["torch in blocks"] * HAS_TORCH]
 BLOCK = _GENERAL
 
 #: Peers that hold all scores at once are left out where those take more than this.
 SCORE_BYTES = 1 << 30
+#: Queries at a time where PyTorch computes a window block by block: the fastest of 16 to 1024.
+_BLOCK = 64
 
 
 def _numpy(call: Any) -> Candidate:
@@ -62,6 +65,12 @@ def _numpy(call: Any) -> Candidate:
 
 def _torch(call: Any) -> Candidate:
     return Candidate(call, lambda threads: torch.set_num_threads(threads))
+
+
+def _tensor(array: Array) -> Any:
+    if array.dtype == np.float32:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 # ------------------------------------------------------------------ projections
@@ -92,38 +101,65 @@ def linear(x: Array, weights: list[Array], turn: Iterator[int]) -> dict[str, Can
 
 
 def attention(
-    q: Array, keys: list[Array], values: list[Array], causal: bool, turn: Iterator[int]
+    q: Array,
+    keys: list[Array],
+    values: list[Array],
+    turn: Iterator[int],
+    *,
+    causal: bool,
+    window: int | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
 ) -> dict[str, Candidate]:
-    """Attention of q[B, T, N, H] to each k and v[B, S, K, H]; the last query sees the last key."""
+    """Attention of q[B, T, N, H] to each k and v[B, S, K, H]; the last query sees the last key.
+
+    At most one of the options: a causal window of so many keys, a bias[B, N, T, S] or a boolean
+    mask[B, 1, 1, S].
+    """
     B, T, N, H = q.shape
     S, K = keys[0].shape[1:3]
     candidates = {}
     holds_scores = 4 * B * N * T * S <= SCORE_BYTES
-    mask = np.tri(T, S, S - T, dtype=bool) if causal and T != S else None
+    takes_cache = bias is None and mask is None and (causal or T == 1)
+    if causal and (T != S or window is not None):
+        mask = _visible(T, S, window)
+    attn_mask = mask if bias is None else bias
+    is_causal = causal and attn_mask is None
     if HAS_NUMPY and holds_scores:
+        added = _as_bias(_visible(T, S) if is_causal else mask) if bias is None else bias
 
         def call_numpy(_: int) -> Array:
             i = next(turn)
-            return numpy_attention(q, keys[i], values[i], causal)
+            singles = (a.astype(np.float32, copy=False) for a in (q, keys[i], values[i]))
+            return numpy_attention(*singles, added)
 
         candidates["numpy"] = _numpy(call_numpy)
     if HAS_TORCH:
-        q_torch, *keys_torch = (torch.from_numpy(a).transpose(1, 2) for a in (q, *keys))
-        values_torch = [torch.from_numpy(v).transpose(1, 2) for v in values]
-        options = {
-            "attn_mask": None if mask is None else torch.from_numpy(mask),
-            "is_causal": causal and mask is None,
-            "enable_gqa": K != N,
-        }
+        q_torch, *keys_torch = (_tensor(a).transpose(1, 2) for a in (q, *keys))
+        values_torch = [_tensor(v).transpose(1, 2) for v in values]
+        mask_torch = None if attn_mask is None else torch.from_numpy(attn_mask)
 
         def call_torch(_: int) -> Any:
             i = next(turn)
-            return torch_attention(q_torch, keys_torch[i], values_torch[i], **options).transpose(
-                1, 2
+            y = torch_attention(
+                q_torch,
+                keys_torch[i],
+                values_torch[i],
+                attn_mask=mask_torch,
+                is_causal=is_causal,
+                enable_gqa=K != N,
             )
+            return y.transpose(1, 2).float()
 
         candidates["torch"] = _torch(call_torch)
-    if not HAS_ONNXRUNTIME:
+        if window is not None:
+
+            def call_torch_in_blocks(_: int) -> Any:
+                i = next(turn)
+                return _torch_in_blocks(q_torch, keys_torch[i], values_torch[i], mask_torch, window)
+
+            candidates["torch in blocks"] = _torch(call_torch_in_blocks)
+    if not HAS_ONNXRUNTIME or q.dtype != np.float32:  # it has no bfloat16 attention for CPUs
         return candidates
 
     out = empty((B, T, N, H))
@@ -131,10 +167,20 @@ def attention(
     q_flat, *keys_flat = (a.reshape(*a.shape[:2], -1) for a in (q, *keys))
     values_flat = [v.reshape(B, S, -1) for v in values]
     sets = list(zip(keys_flat, values_flat, strict=True))
-    if K == N and T == S and holds_scores:
+    if K == N and T == S and window is None and holds_scores:
         candidates["ORT MHA"] = _onnx(
             "MultiHeadAttention",
-            [{"query": q_flat, "key": k, "value": v} for k, v in sets],
+            [
+                {
+                    "query": q_flat,
+                    "key": k,
+                    "value": v,
+                    "bias": None,
+                    "key_padding_mask": None if mask is None else mask[:, 0, 0].astype(np.int32),
+                    "attention_bias": bias,
+                }
+                for k, v in sets
+            ],
             [{"output": out_flat}],
             out,
             turn,
@@ -142,7 +188,7 @@ def attention(
             num_heads=N,
             unidirectional=int(causal),
         )
-    if causal or T == 1:
+    if takes_cache:
         # All but the last T keys lie in the cache, [B, K, S, H], which the node writes in place.
         past = S - T
         caches = [
@@ -171,33 +217,68 @@ def attention(
             domain="com.microsoft",
             num_heads=N,
             kv_num_heads=K,
+            local_window_size=-1 if window is None else window,
         )
     if holds_scores:
+        if attn_mask is not None:  # which must have a row for each query
+            rows = np.broadcast_to(attn_mask, (*attn_mask.shape[:-2], T, S))
+            attn_mask = np.ascontiguousarray(rows)
         candidates["ORT Attention"] = _onnx(
             "Attention",
-            [{"Q": q_flat, "K": k, "V": v, "attn_mask": mask} for k, v in sets],
+            [{"Q": q_flat, "K": k, "V": v, "attn_mask": attn_mask} for k, v in sets],
             [{"Y": out_flat}],
             out,
             turn,
             q_num_heads=N,
             kv_num_heads=K,
-            is_causal=int(causal and mask is None),
+            is_causal=int(is_causal),
         )
     return candidates
 
 
-def numpy_attention(q: Array, k: Array, v: Array, causal: bool) -> Array:
+def _visible(T: int, S: int, window: int | None = None) -> Array:
+    """[T, S], causal and within the window."""
+    visible = np.tri(T, S, S - T, dtype=bool)
+    if window is not None:
+        visible ^= np.tri(T, S, S - T - window, dtype=bool)
+    return visible
+
+
+def _as_bias(mask: Array | None) -> Array | None:
+    return None if mask is None else np.where(mask, np.float32(0), np.float32(-np.inf))
+
+
+def _torch_in_blocks(q: Any, k: Any, v: Any, mask: Any, window: int) -> Any:
+    """A window without the pairs far from it: blocks of queries, with the keys they may see."""
+    T, S = mask.shape
+    parts = []
+    for t in range(0, T, _BLOCK):
+        rows = slice(t, t + _BLOCK)
+        seen = slice(max(S - T + t + 1 - window, 0), S - T + t + _BLOCK)
+        parts.append(
+            torch_attention(
+                q[:, :, rows],
+                k[:, :, seen],
+                v[:, :, seen],
+                attn_mask=mask[rows, seen],
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def numpy_attention(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
     """As one writes it in NumPy, a matrix product for each head."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     q_heads = (q * q.dtype.type(H**-0.5)).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    scores = q_heads @ k.transpose(0, 2, 3, 1)[:, :, None]  # [B, K, G, T, S]
-    if causal:
-        np.copyto(scores, -np.inf, where=~np.tri(T, S, S - T, dtype=bool))
+    scores = (q_heads @ k.transpose(0, 2, 3, 1)[:, :, None]).reshape(B, N, T, S)
+    if bias is not None:
+        scores += bias
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    y = scores @ v.transpose(0, 2, 1, 3)[:, :, None]
+    y = scores.reshape(B, K, N // K, T, S) @ v.transpose(0, 2, 1, 3)[:, :, None]
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -228,6 +309,7 @@ def block(
     sizes = [N * H, K * H, K * H]
     candidates = {}
     if HAS_NUMPY and 4 * B * N * T * T <= SCORE_BYTES:
+        bias = _as_bias(_visible(T, T)) if causal else None
 
         def call_numpy(_: int) -> Array:
             w = weights[next(turn)]
@@ -236,7 +318,7 @@ def block(
             q, k, v = (
                 part.reshape(B, T, -1, H) for part in np.split(qkv, np.cumsum(sizes[:-1]), axis=1)
             )
-            z = numpy_attention(q, k, v, causal).reshape(B * T, N * H) @ w.w_o
+            z = numpy_attention(q, k, v, bias).reshape(B * T, N * H) @ w.w_o
             z += w.b_o
             z += x.reshape(B * T, D)
             z -= z.mean(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""From prepared work to a table: what the commands `projections`, `attention`, `blocks` share."""
+"""From prepared work to a table: what the commands share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Work:
     Attributes
     ----------
     candidates
-        Ours and its peers by name; each returns the same array.
+        Ours and its peers by name; each that is `same` returns the same array.
     exact
         Computes that array in float64.
     streams
@@ -149,7 +149,8 @@ def _measure(work: Work, options: argparse.Namespace) -> Iterator[dict[str, Any]
     if options.errors:
         exact = work.exact()
         for name in names:
-            errors[name] = relative_error(work.candidates[name].call(options.threads[0]), exact)
+            if work.candidates[name].same:
+                errors[name] = relative_error(work.candidates[name].call(options.threads[0]), exact)
     amount, unit = work.rate
     for threads in options.threads:
         ours = seconds[OURS, threads]

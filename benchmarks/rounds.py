@@ -31,10 +31,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Candidate:
-    """`call(threads)` does the work and returns its result; `prepare(threads)` is not timed."""
+    """`call(threads)` does the work and returns its result; `prepare(threads)` is not timed.
+
+    One that is not `same` computes something else, and only its time is of interest.
+    """
 
     call: Callable[[int], object]
     prepare: Callable[[int], object] = lambda threads: None
+    same: bool = True
 
 
 class Spread(NamedTuple):
