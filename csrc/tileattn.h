@@ -84,11 +84,12 @@ typedef struct ta_attention_tile {
     const ptrdiff_t *first; /* row i sees the positions [first[i], last[i]) */
     const ptrdiff_t *last;
     const ta_score_options *options; /* NULL for none */
-    const ta_score_row *score_rows;  /* [rows]; NULL if no row has options of its own */
-    void *weights;                   /* [rows][TA_WEIGHT_STRIDE], whole panels; written before it is read */
-    void *row_max;                   /* [rows]; -inf until the row has seen a key */
-    void *row_sum;                   /* [rows][vl]; the sum is that of the lanes */
-    void *out;                       /* [rows][out_stride], running sum of weighted values */
+    /* [rows], and behind them as many of the tile that is next, or zeros; NULL if no row has options. */
+    const ta_score_row *score_rows;
+    void *weights; /* [rows][TA_WEIGHT_STRIDE], whole panels; written before it is read */
+    void *row_max; /* [rows]; -inf until the row has seen a key */
+    void *row_sum; /* [rows][vl]; the sum is that of the lanes */
+    void *out;     /* [rows][out_stride], running sum of weighted values */
     ptrdiff_t out_stride;
     const char
         *next; /* what the second-level cache is asked for meanwhile, a row a key; NULL for nothing */

@@ -10,8 +10,6 @@
  * share them. What they hide gets the score -inf by selection: its own score may be NaN.
  */
 #define TA_KEYS (TA_ATTENTION_NV * TA_VL)
-/* Elements ahead that a row's bias is asked for: the panel after the next. No other distance was tried. */
-#define TA_BIAS_AHEAD (2 * TA_KEYS)
 #define TA_LOG2_E 1.4426950408889634074
 #define TA_LOWEST (TA_BITS == 32 ? (real) - FLT_MAX : (real) - DBL_MAX)
 
@@ -22,14 +20,21 @@ static void (*const load_bias_row[TA_STORAGES])(void *, const void *, ptrdiff_t,
 #undef TA_ENTRY
 };
 
+/* Bytes of an element of the bias. */
+#define bias_size TA_NAME(bias_size)
+TA_INLINE ptrdiff_t bias_size(const ta_score_options *o)
+{
+    static const unsigned char sizes[TA_STORAGES] = {
+        [TA_REAL] = sizeof(real), [TA_BF16] = 2, [TA_F16] = 2, [TA_OTHER_REAL] = sizeof(other_real)};
+    return sizes[o->bias_storage];
+}
+
 /* A row's bias from a position on, where it lies or in `copy`; -inf behind the `count` that there are. */
 #define bias_at TA_NAME(bias_at)
 TA_INLINE const real *bias_at(const ta_score_options *o, const ta_score_row *row, ptrdiff_t position,
                               ptrdiff_t count, real copy[TA_KEYS])
 {
-    static const unsigned char sizes[TA_STORAGES] = {
-        [TA_REAL] = sizeof(real), [TA_BF16] = 2, [TA_F16] = 2, [TA_OTHER_REAL] = sizeof(other_real)};
-    const char *from = (const char *)row->bias + position * o->bias_stride * sizes[o->bias_storage];
+    const char *from = (const char *)row->bias + position * o->bias_stride * bias_size(o);
     if (count >= TA_KEYS && o->bias_stride == 1 && o->bias_storage == TA_REAL)
         return (const real *)from;
     count = count < TA_KEYS ? count : TA_KEYS;
@@ -75,6 +80,21 @@ TA_INLINE vec cap_scores(vec score, vec cap)
     return vec_select(below, score, cap * vec_tanh(score / cap));
 }
 
+/* Asks for a panel of a row's bias and mask. A tile does so for the rows of the next: for its own, two
+ * panels ahead, left the first and the last, which trim_tile looks at, to wait for memory (3% of a call).
+ */
+#define ask_panel TA_NAME(ask_panel)
+TA_INLINE void ask_panel(const ta_score_options *o, const ta_score_row *row, ptrdiff_t position)
+{
+    if (row->bias != NULL) {
+        const char *bias = (const char *)row->bias + position * o->bias_stride * bias_size(o);
+        for (ptrdiff_t at = 0; at < TA_KEYS * bias_size(o); at += TA_CACHE_LINE)
+            __builtin_prefetch(bias + at, 0, 2);
+    }
+    if (row->mask != NULL)
+        __builtin_prefetch((const char *)row->mask + position * o->mask_stride, 0, 2);
+}
+
 /* What a panel's products are added to, into the panel's weights: all but the cap, less row_max, and -inf
  * for keys that a row does not see. Returns whether there are such. */
 #define start_panel TA_NAME(start_panel)
@@ -85,6 +105,7 @@ TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel)
     vec deepest = vec_all(0);
     for (int i = 0; i < t->rows; i++) {
         const ta_score_row *row = t->score_rows + i;
+        ask_panel(o, row + t->rows, position);
         real *to = (real *)t->weights + i * TA_WEIGHT_STRIDE + panel;
         real row_max = ((const real *)t->row_max)[i];
         vec start[TA_ATTENTION_NV];
@@ -95,10 +116,8 @@ TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel)
             real copy[TA_KEYS];
             const real *bias = bias_at(o, row, position, count, copy);
             TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++) {
+            for (int j = 0; j < TA_ATTENTION_NV; j++)
                 start[j] = add_bias(start[j], vec_load(bias + j * TA_VL));
-                __builtin_prefetch(bias + TA_BIAS_AHEAD + j * TA_VL);
-            }
         }
         if (o->key_bias != NULL) {
             TA_UNROLL

@@ -541,7 +541,7 @@ cdef struct AttentionScratch:
     State other_chunk
     Py_ssize_t *first      # row i sees the keys [first[i], last[i])
     Py_ssize_t *last
-    ta_score_row *score_rows   # of all heads of the item
+    ta_score_row *score_rows   # of all heads of the item, and zeros
     Seen *seen             # of each register tile
     Py_ssize_t first_row   # of the item's, among the stacked rows
     char *weights_from     # of all rows, what their scores are relative to
@@ -660,7 +660,8 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     s.other_chunk = carve_state(a, &cursor, 0 if a.split or a.chunks == 1 else states)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
-    s.score_rows = <ta_score_row *>carve(&cursor, states * sizeof(ta_score_row) if a.score_rows else 0)
+    s.score_rows = <ta_score_row *>carve(
+        &cursor, (states + TA_MAX_ROWS) * sizeof(ta_score_row) if a.score_rows else 0)
     s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
     s.weights_from = carve(&cursor, rows * itemsize if a.weights.data != NULL else 0)
     s.weights_sum = carve(&cursor, a.group * TA_KEY_BLOCK * itemsize if a.weights.data != NULL else 0)
@@ -1142,6 +1143,8 @@ cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ss
         pack_q(a, b, head_begin + head, s.first_row, rows, s.q + head * rows * size)
         if a.score_rows:
             read_score_rows(a, b, head_begin + head, s.first_row, rows, s.score_rows + head * rows)
+    if a.score_rows:
+        memset(s.score_rows + heads * rows, 0, TA_MAX_ROWS * sizeof(ta_score_row))
 
 
 cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:

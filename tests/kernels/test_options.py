@@ -52,7 +52,7 @@ class Options:
         if mask is not None:
             self.options.mask_stride = mask.strides[1]
         slopes, positions = (np.broadcast_to(a, rows).tolist() for a in (slopes, positions))
-        self.rows = (ScoreRow * rows)(
+        self.rows = (ScoreRow * (2 * rows))(
             *(
                 ScoreRow(
                     None if bias is None else address(bias[i]),
