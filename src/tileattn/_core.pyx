@@ -1771,15 +1771,25 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     for i in range(count):
         plans[i].parts = workspace
         workspace += parts_size(plans + i)
-    with nogil, parallel(num_threads=threads):
-        if threadid() == 0:
-            team[0] = omp_get_num_threads()
-        for i in prange(items, schedule="dynamic"):
-            item_in_turn(turns, count, i, workspace + threadid() * each)
-            items_done += 1
-        for i in prange(merges, schedule="static"):
-            merge_in_turn(turns, count, i)
-            merges_done += 1
+    if threads == 1:  # without a region: making a team, even of one, takes as long as all else here
+        team[0] = 1
+        with nogil:
+            for i in range(items):
+                item_in_turn(turns, count, i, workspace)
+                items_done += 1
+            for i in range(merges):
+                merge_in_turn(turns, count, i)
+                merges_done += 1
+    else:
+        with nogil, parallel(num_threads=threads):
+            if threadid() == 0:
+                team[0] = omp_get_num_threads()
+            for i in prange(items, schedule="dynamic"):
+                item_in_turn(turns, count, i, workspace + threadid() * each)
+                items_done += 1
+            for i in prange(merges, schedule="static"):
+                merge_in_turn(turns, count, i)
+                merges_done += 1
     give_scratch(scratch)
     return describe(&a, team[0], items_done, merges_done, size) if report else None
 
