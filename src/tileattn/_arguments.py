@@ -670,19 +670,17 @@ def check_array(
     It is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`.
     """
     array = as_array(name, value)
-    native = array.dtype
+    native = given = array.dtype
     if native not in FLOAT_TYPES:
         native = native.newbyteorder("=")
         if native not in FLOAT_TYPES and not (halves and is_half(native)):
             types = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
             raise TypeError(
-                f"{name} must be {types}, not {array.dtype}; convert it with .astype(np.float32)"
+                f"{name} must be {types}, not {given}; convert it with .astype(np.float32)"
             )
     if dtype is not None and native != dtype:
-        raise TypeError(
-            f"{name} has dtype {array.dtype}, expected {dtype}; convert it with .astype"
-        )
-    if native == array.dtype and _has_whole_strides(array):
+        raise TypeError(f"{name} has dtype {given}, expected {dtype}; convert it with .astype")
+    if native == given and _has_whole_strides(array):
         return array
     # What a stride of 0 repeats is copied once.
     once = array[(*(slice(None if step else 1) for step in array.strides), ...)]
@@ -699,9 +697,9 @@ def arithmetic_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _has_whole_strides(array: Array) -> bool:
-    flags, itemsize = array.flags, array.itemsize
+    flags = array.flags
     return flags.carray or (
-        flags.aligned and all(stride % itemsize == 0 for stride in array.strides)
+        flags.aligned and all(stride % array.itemsize == 0 for stride in array.strides)
     )
 
 
@@ -927,9 +925,10 @@ def _what_needs_positions(
 def as_integers(name: str, value: npt.ArrayLike) -> Array:
     """An array of integers that int64 can hold."""
     array = as_array(name, value)
-    if array.dtype.kind not in "iu":
+    kind = array.dtype.kind
+    if kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+    if kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} is too large: {array.max()}")
     return array
 
@@ -938,8 +937,8 @@ def bounds(integers: Integers) -> tuple[int, int]:
     """The smallest and the largest of some integers."""
     # A reduction of NumPy's takes 2 us, a small block 10.
     if integers.size <= 32:
-        values = integers.tolist()
-        return min(values), max(values)
+        values = sorted(integers.tolist())
+        return values[0], values[-1]
     return int(integers.min()), int(integers.max())
 
 
@@ -947,8 +946,8 @@ def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> 
     """Integers of shape [B] as contiguous int64, from an int too where `scalar` says so."""
     array = as_integers(name, value)
     if array.ndim == 0 and scalar:
-        return np.full(B, array, np.int64)
-    if array.shape != (B,):
+        array = array.repeat(B)
+    elif array.shape != (B,):
         either = "an int or " if scalar else ""
         raise ValueError(f"{name} must be {either}of shape [B] = ({B},), not {array.shape}")
     return np.ascontiguousarray(array, np.int64)

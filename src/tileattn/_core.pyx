@@ -1444,9 +1444,9 @@ def kernel_table(str dtype):
 
 # ------------------------------------------------------------------ threads
 
-def allowed_threads():
-    """What OMP_NUM_THREADS, the OpenMP runtime and the CPU affinity allow, asked anew each time."""
-    cdef int threads = omp_get_max_threads(), cpus = ta_allowed_cpus()
+def allowed_threads(int limit):
+    """What OMP_NUM_THREADS, OpenMP and the CPU affinity allow, asked anew each time; at most `limit`."""
+    cdef int threads = min(omp_get_max_threads(), limit), cpus = ta_allowed_cpus()
     # A runtime that binds threads (OMP_PROC_BIND) has bound this one to a CPU of its own.
     if cpus == 0 or omp_get_proc_bind() != 0:
         return threads

@@ -72,7 +72,7 @@ def get_num_threads() -> int:
     >>> tileattn.get_num_threads() >= 1
     True
     """
-    return _context_threads.get() or _process_threads or min(_core.allowed_threads(), _quota())
+    return _context_threads.get() or _process_threads or _core.allowed_threads(_quota())
 
 
 @contextlib.contextmanager
