@@ -401,7 +401,9 @@ def test_good_arguments_come_back_in_one_form():
     assert checked.q is given["q"]
     assert checked.out is given["out"]
     assert checked.has_batch
-    assert checked.scores == (1 / np.sqrt(H), 0.0, None, None, None)
+    scores = checked.scores
+    assert (scores.scale, scores.softcap) == (1 / np.sqrt(H), 0.0)
+    assert (scores.bias, scores.alibi_slopes, scores.sinks) == (None, None, None)
     assert checked.visibility.is_causal is True
     assert checked.visibility.window is None
     assert checked.visibility.mask is None

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from tileattn._core import Scores, Visibility
+
 Array: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Bool: TypeAlias = npt.NDArray[np.bool_]
@@ -40,27 +42,6 @@ class SetOnce:
         if hasattr(self, name):
             raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
         super().__setattr__(name, value)
-
-
-class Visibility(NamedTuple):
-    """Which query sees which key; a bias of -inf hides keys as well."""
-
-    is_causal: bool
-    query_offset: Integers | None  # [B], or None for 0
-    query_lengths: Integers | None  # [B]
-    key_value_lengths: Integers | None  # [B]
-    window: tuple[int, int] | None = None  # neighbours to the left and right, -1 for all
-    mask: Bool | None = None  # [B, N, T, S], broadcast by strides of 0
-
-
-class Scores(NamedTuple):
-    """What a score is made of: scale q.k, capped, + bias + ALiBi, in this order; sinks beside."""
-
-    scale: float
-    softcap: float = 0.0  # 0 for none
-    bias: Array | None = None  # [B, N, T, S], broadcast by strides of 0, of any floating type
-    alibi_slopes: Array | None = None  # [B, N], contiguous, of the arithmetic's type
-    sinks: Array | None = None  # [N], contiguous, of the arithmetic's type
 
 
 class AttentionArguments(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import BlockWeights, NormParameters, Scores, Visibility
+from tileattn._arguments import BlockWeights, NormParameters
 
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
@@ -26,6 +26,39 @@ class PackedMatrix:
     columns: tuple[int, ...]
     nbytes: int
     def __init__(self, *matrices: _Array) -> None: ...
+
+class Visibility:
+    is_causal: bool
+    query_offset: _Integers | None
+    query_lengths: _Integers | None
+    key_value_lengths: _Integers | None
+    window: tuple[int, int] | None
+    mask: npt.NDArray[np.bool_] | None
+    def __init__(
+        self,
+        is_causal: bool,
+        query_offset: _Integers | None,
+        query_lengths: _Integers | None,
+        key_value_lengths: _Integers | None,
+        window: tuple[int, int] | None = None,
+        mask: npt.NDArray[np.bool_] | None = None,
+    ) -> None: ...
+
+class Scores:
+    scale: float
+    softcap: float
+    bias: _Array | None
+    alibi_slopes: _Array | None
+    sinks: _Array | None
+    def __init__(
+        self,
+        scale: float,
+        softcap: float = 0.0,
+        bias: _Array | None = None,
+        alibi_slopes: _Array | None = None,
+        sinks: _Array | None = None,
+    ) -> None: ...
+    def with_bias(self, bias: _Array | None) -> Scores: ...
 
 def attention(
     q: _Array,

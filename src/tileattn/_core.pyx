@@ -1615,8 +1615,48 @@ cdef int no_options(Attention *a) except -1:
     return 0
 
 
-cdef int read_options(Attention *a, scores, visibility) except -1:
-    """Reads what `scores` and `visibility` say (see _arguments.py)."""
+cdef class Visibility:
+    """Which query sees which key; a bias of -inf hides keys as well."""
+
+    cdef readonly bint is_causal
+    cdef readonly object query_offset         # int64 [B], or None for 0
+    cdef readonly object query_lengths        # int64 [B]
+    cdef readonly object key_value_lengths    # int64 [B]
+    cdef readonly tuple window                # neighbours to the left and right, -1 for all
+    cdef readonly object mask                 # bool [B, N, T, S], broadcast by strides of 0
+
+    def __init__(self, bint is_causal, query_offset, query_lengths, key_value_lengths, tuple window=None,
+                 mask=None):
+        self.is_causal = is_causal
+        self.query_offset = query_offset
+        self.query_lengths = query_lengths
+        self.key_value_lengths = key_value_lengths
+        self.window = window
+        self.mask = mask
+
+
+cdef class Scores:
+    """What a score is made of: scale q.k, capped, + bias + ALiBi, in this order; sinks beside."""
+
+    cdef readonly double scale
+    cdef readonly double softcap        # 0 for none
+    cdef readonly object bias           # [B, N, T, S], broadcast by strides of 0, of any floating type
+    cdef readonly object alibi_slopes   # [B, N], contiguous, of the arithmetic's type
+    cdef readonly object sinks          # [N], contiguous, of the arithmetic's type
+
+    def __init__(self, double scale, double softcap=0, bias=None, alibi_slopes=None, sinks=None):
+        self.scale = scale
+        self.softcap = softcap
+        self.bias = bias
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+
+    def with_bias(self, bias):
+        return Scores(self.scale, self.softcap, bias, self.alibi_slopes, self.sinks)
+
+
+cdef int read_options(Attention *a, Scores scores, Visibility visibility) except -1:
+    """Reads what `scores` and `visibility` say."""
     no_options(a)
     a.scale = scores.scale
     a.softcap = scores.softcap
@@ -1701,12 +1741,12 @@ cdef dict describe(const Attention *a, int threads, Py_ssize_t items, Py_ssize_t
     }
 
 
-def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=None, key_starts=None,
-              bint ring=False, bint report=False):
+def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility not None, int threads,
+              query_starts=None, key_starts=None, bint ring=False, bint report=False):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
-    as are `scores` and `visibility` (see _arguments.py). With starts[sequences + 1] the arrays' B is 1, and
+    as are `scores` and `visibility`. With starts[sequences + 1] the arrays' B is 1, and
     sequences lie one after the other along T and S. In a ring position j of key_value_lengths lies at j
     modulo S, which is a multiple of TA_KEY_BLOCK.
 
@@ -1794,11 +1834,12 @@ def attention(q, k, v, out, lse, scores, visibility, int threads, query_starts=N
     return describe(&a, team[0], items_done, merges_done, size) if report else None
 
 
-def attention_weights(q, k, lse, out, scores, visibility, rows, str summed, int threads):
+def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibility not None, rows,
+                      str summed, int threads):
     """exp(score - lse) into `out`, which is zero: [B, N, T, S], or summed over the "queries" or "keys".
 
-    q[B, T, N, H], k[B, S, K, H], lse[B, T, N]; checked by the caller, as are `scores` and `visibility`
-    (see _arguments.py). rows[T] says where the queries stand, counted from the first; None for 0, 1, 2, ...
+    q[B, T, N, H], k[B, S, K, H], lse[B, T, N]; checked by the caller, as are `scores` and `visibility`.
+    rows[T] says where the queries stand, counted from the first; None for 0, 1, 2, ...
     """
     cdef Attention a
     cdef AttentionScratch layout
@@ -1942,7 +1983,8 @@ cdef class Block:
         self.k_rope = ta_rope(self.K, self.H, w.rotary_dim, interleaved, self.H, self.H)
         self.residual = w.residual
 
-    def run(self, x, context, scores, visibility, tuple q_angles, tuple k_angles, out, int threads):
+    def run(self, x, context, Scores scores not None, Visibility visibility not None, tuple q_angles,
+            tuple k_angles, out, int threads):
         """The block's output for x[B, T, D] into out[B, T, D], in one parallel region.
 
         context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. The angles

@@ -558,7 +558,7 @@ class AttentionBlock(SetOnce):
         seconds = self._core.run(
             x,
             context,
-            self._scores if bias is None else self._scores._replace(bias=bias),
+            self._scores if bias is None else self._scores.with_bias(bias),
             visibility,
             *self._angles(x, context, visibility.query_offset),
             result if has_batch else result[None],

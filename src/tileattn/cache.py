@@ -13,7 +13,6 @@ from tileattn._arguments import (
     Array,
     AttentionArguments,
     Integers,
-    Visibility,
     Window,
     arithmetic_type,
     check_array,
@@ -26,6 +25,7 @@ from tileattn._arguments import (
     check_window,
     is_half,
 )
+from tileattn._core import Visibility
 from tileattn.attention import attend
 from tileattn.config import resolve_threads
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import Visibility, check_int, check_visibility
+from tileattn._arguments import check_int, check_visibility
+from tileattn._core import Visibility
 
 __all__ = [
     "LAYER_NORM_FLOPS_PER_ELEMENT",

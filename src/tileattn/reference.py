@@ -28,8 +28,6 @@ from tileattn._arguments import (
     Integers,
     NormParameters,
     NormPosition,
-    Scores,
-    Visibility,
     Window,
     arithmetic_type,
     check_attention,
@@ -44,6 +42,7 @@ from tileattn._arguments import (
     check_window,
     fit_rotary_dim,
 )
+from tileattn._core import Scores, Visibility
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
 from tileattn.config import resolve_threads
 from tileattn.rope import Rope, RopeScaling
@@ -648,7 +647,7 @@ def attention_block(
     resolve_threads(num_threads)
 
     pre_norm, post_norm = (w.norm, None) if w.is_pre_norm else (None, w.norm)
-    scores = w.scores._replace(bias=bias)
+    scores = w.scores.with_bias(bias)
     y_BTD = np.empty(x_BTD.shape, x_BTD.dtype)
     for b in range(len(x_BTD)):
         x_TD = _float64(x_BTD[b])
