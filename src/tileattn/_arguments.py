@@ -126,6 +126,113 @@ class RopeParameters(SetOnce):
     interleaved: bool
 
 
+class CacheSpan(NamedTuple):
+    """A cache as one call reads it, and writes to it if it adds positions."""
+
+    keys: Array  # [B, slots, K, H]
+    values: Array  # [B, slots, K, Hv]
+    is_ring: bool
+    starts: Integers | None  # [B], the positions that new keys go to; None for no new ones
+    counts: Integers | None  # [B], how many of them, or None for all
+    lengths: Integers  # [B], with the new ones
+    oldest: Integers  # [B], what a ring will not have overwritten starts here
+
+
+class CacheParameters:
+    """What the checks need to know of a KVCache, and what becomes of its lengths."""
+
+    batch: int
+    capacity: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: np.dtype[Any]
+    window: int | None
+    _keys: Array
+    _values: Array
+    _lengths: Integers  # replaced, never changed in place
+    _oldest: Integers
+
+    def check_fit(
+        self, name: str, B: int, heads: tuple[int, int, int], dtype: np.dtype[Any]
+    ) -> None:
+        """Raise unless it is for B sequences of those K, H and Hv, computed in that dtype."""
+        if self.batch != B:
+            raise ValueError(f"{name} has a batch of B = {self.batch}, but x has B = {B}")
+        own = (self.num_kv_heads, self.head_dim, self.v_head_dim)
+        if own != heads:
+            raise ValueError(f"{name} has (K, H, Hv) = {own}, but this block has {heads}")
+        check_stored_type(f"{name} has dtype {self.dtype}", self.dtype, dtype)
+
+    def span(self) -> CacheSpan:
+        """What it holds."""
+        return CacheSpan(
+            self._keys,
+            self._values,
+            self.window is not None,
+            None,
+            None,
+            self._lengths,
+            self._oldest,
+        )
+
+    def longer_span(self, name: str, T: int, counts: Integers | None) -> CacheSpan:
+        """What it will hold with T more positions, or counts[b], which argument `name` brings."""
+        lengths = self._lengths + (T if counts is None else counts)
+        oldest, window = self._oldest, self.window
+        if window is None:
+            full = None if bounds(lengths)[1] <= self.capacity else lengths > self.capacity
+        else:
+            oldest = np.maximum(oldest, lengths - self.capacity)
+            # What the next position sees is always left.
+            full = None
+            if window + T > self.capacity + 1:
+                full = (lengths > self._lengths) & (self._first_seen(self._lengths) < oldest)
+        if full is not None and full.any():
+            b = int(full.argmax())
+            limit = "" if window is None else f", and a window of {window}"
+            raise ValueError(
+                f"{name} has {lengths[b] - self._lengths[b]} positions for sequence {b}, which has "
+                f"{self._lengths[b]} already: that does not fit a capacity of {self.capacity}"
+                f"{limit}"
+            )
+        return CacheSpan(
+            self._keys, self._values, window is not None, self._lengths, counts, lengths, oldest
+        )
+
+    def advance(self, span: CacheSpan) -> None:
+        """What the span says has been written."""
+        self._lengths, self._oldest = span.lengths, span.oldest
+
+    def _first_seen(self, positions: Integers) -> Integers:
+        """The first key that a query at each position sees."""
+        return np.maximum(positions + 1 - (self.window or self.capacity), 0)
+
+    def check_left(self, offset: Integers) -> None:
+        """Raise unless a ring still has what queries from the offset on see."""
+        lost = self._first_seen(offset) < self._oldest
+        if lost.any():
+            b = int(lost.argmax())
+            raise ValueError(
+                f"query_offset is {offset[b]} for sequence {b}, where a query sees {self.window} "
+                f"positions, but only those from {self._oldest[b]} on are left"
+            )
+
+    def see(
+        self,
+        is_causal: bool,
+        offset: Integers | None,
+        counts: Integers | None,
+        lengths: Integers,
+        window: tuple[int, int] | None,
+    ) -> Visibility:
+        """Who sees whom, where the first queries stand at the offset and the keys have lengths."""
+        if self.window is not None:
+            left, right = window or (-1, -1)
+            window = (min(self.window - 1, left) if left >= 0 else self.window - 1, right)
+        return Visibility(is_causal, offset, counts, lengths, window)
+
+
 class BlockWeights(NamedTuple):
     """What `check_block_weights` found; vectors are copies."""
 
@@ -147,9 +254,11 @@ class BlockInputs(NamedTuple):
     """What `check_block_inputs` found, with the B axis in place."""
 
     x: Array
-    context: Array | None
+    context: Array | None  # None too where the keys lie in a cache
     bias: Array | None
     visibility: Visibility
+    positions: Integers | None  # [B], of the first queries, or None for 0
+    span: CacheSpan | None
     has_batch: bool
 
 
@@ -509,12 +618,13 @@ def check_block_weights(
 
 def check_block_inputs(
     x: npt.ArrayLike,
-    context: npt.ArrayLike | None,
+    context: npt.ArrayLike | CacheParameters | None,
     D: int,
     Dc: int,
-    N: int,
+    heads: tuple[int, int, int, int],
     dtype: np.dtype[Any],
     *,
+    cache: CacheParameters | None,
     bias: npt.ArrayLike | None,
     mask: npt.ArrayLike | None,
     is_causal: bool,
@@ -525,45 +635,140 @@ def check_block_inputs(
     key_value_seq_lengths: npt.ArrayLike | None,
     out: Array | None,
 ) -> BlockInputs:
-    """Check a call of an attention block that is made for those widths, heads and that dtype."""
+    """Check a call of an attention block that is made for those widths, N, K, H, Hv and dtype."""
     x = check_array("x", x, dtype)
     if x.ndim not in (2, 3) or x.shape[-1] != D:
         raise ValueError(f"x must have the shape [B, T, {D}] or [T, {D}], not {x.shape}")
     has_batch = x.ndim == 3
-    if context is not None:
-        context = check_array("context", context, dtype)
-        if context.ndim != x.ndim or context.shape[-1] != Dc:
-            raise ValueError(
-                f"context must have the shape [{'B, ' if has_batch else ''}S, {Dc}] since x has "
-                f"shape {x.shape}, not {context.shape}"
-            )
-    elif Dc != D:
-        raise ValueError(
-            f"context is missing: this block's keys and values come from a context of width {Dc}, "
-            f"not from x of width {D}"
+    B, T = len(x) if has_batch else 1, x.shape[-2]
+    S, span = T, None
+    if cache is None and not isinstance(context, CacheParameters):
+        context = check_context(context, x, D, Dc)
+        if context is not None:
+            S = context.shape[-2]
+        visibility = check_visibility(
+            B,
+            T,
+            S,
+            is_causal=is_causal,
+            query_offset=query_offset,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            has_rope=has_rope,
         )
-    T, S = x.shape[-2], (x if context is None else context).shape[-2]
-    if has_batch and context is not None and len(context) != len(x):
-        raise ValueError(f"context has batch B = {len(context)}, but x has {len(x)}")
-    shape = (*x.shape[:-2], N, T, S)
-    mask, bias = check_mask(mask, shape), check_bias(bias, shape)
+        positions = visibility.query_offset
+    else:
+        span, visibility, positions = check_cached_keys(
+            B,
+            T,
+            context,
+            cache,
+            heads[1:],
+            dtype,
+            is_cross=Dc != D,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            has_rope=has_rope,
+            query_offset=query_offset,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+        )
+        context = None
+        if span.is_ring and not (mask is None and bias is None):
+            raise TypeError(
+                f"{'bias' if mask is None else 'mask'} does not go with a ring, a cache with a "
+                f"window, which does not keep all the keys that it would be about"
+            )
+    if not (mask is None and bias is None):
+        S = S if span is None else bounds(span.lengths)[1]
+        shape = (*x.shape[:-2], heads[0], T, S)
+        mask, bias = check_mask(mask, shape), check_bias(bias, shape)
+        visibility = visibility.with_mask(mask)
     if out is not None:
-        check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias)
+        keys = {} if span is None else {"the cache": span.keys, "the cache's values": span.values}
+        check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **keys)
     if not has_batch:
         x, context = x[None], None if context is None else context[None]
-    visibility = check_visibility(
-        len(x),
-        T,
-        S,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        has_rope=has_rope,
-        mask=mask,
-    )
-    return BlockInputs(x, context, bias, visibility, has_batch)
+    return BlockInputs(x, context, bias, visibility, positions, span, has_batch)
+
+
+def check_context(context: npt.ArrayLike | None, x: Array, D: int, Dc: int) -> Array | None:
+    """Check the context, of width Dc, of a block for that x."""
+    if context is None:
+        if Dc != D:
+            raise ValueError(
+                f"context is missing: this block's keys and values come from a context of width "
+                f"{Dc}, not from x of width {D}"
+            )
+        return None
+    context = check_array("context", context, x.dtype)
+    if context.ndim != x.ndim or context.shape[-1] != Dc:
+        raise ValueError(
+            f"context must have the shape [{'B, ' if x.ndim == 3 else ''}S, {Dc}] since x has "
+            f"shape {x.shape}, not {context.shape}"
+        )
+    if x.ndim == 3 and len(context) != len(x):
+        raise ValueError(f"context has batch B = {len(context)}, but x has {len(x)}")
+    return context
+
+
+def check_cached_keys(
+    B: int,
+    T: int,
+    context: npt.ArrayLike | CacheParameters | None,
+    cache: CacheParameters | None,
+    heads: tuple[int, int, int],
+    dtype: np.dtype[Any],
+    *,
+    is_cross: bool,
+    is_causal: bool,
+    local_window_size: Window,
+    has_rope: bool,
+    query_offset: npt.ArrayLike | None,
+    query_seq_lengths: npt.ArrayLike | None,
+    key_value_seq_lengths: npt.ArrayLike | None,
+) -> tuple[CacheSpan, Visibility, Integers | None]:
+    """Check a block's call with a cache, or with a context that is one; heads are K, H, Hv.
+
+    Returns also the positions of the first queries, None for 0.
+    """
+    if key_value_seq_lengths is not None:
+        raise TypeError("key_value_seq_lengths is what the cache knows: leave it out")
+    causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
+    counts = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
+    offset: Integers | None
+    if cache is None:
+        kept = cast(CacheParameters, context)
+        kept.check_fit("context", B, heads, dtype)
+        span = kept.span()
+        needed_by = _what_needs_positions(causal, window, None, has_rope)
+        if kept.window is not None:
+            needed_by = "the window of context"
+        S = bounds(span.lengths)[1]
+        offset = check_query_offset(query_offset, B, T, S, needed_by=needed_by)
+        if kept.window is not None:
+            offset = np.zeros(B, np.int64) if offset is None else offset
+            kept.check_left(offset)
+    else:
+        kept = cache
+        if not isinstance(kept, CacheParameters):
+            raise TypeError(f"cache must be a KVCache, not {type(kept).__name__}")
+        if context is not None:
+            raise TypeError("context does not go with cache, which is for the keys of x itself")
+        if is_cross:
+            raise TypeError(
+                "cache is for the keys of x itself, but this block's come from a context: give "
+                "what context_cache makes of that as context"
+            )
+        if query_offset is not None:
+            raise TypeError("query_offset is what the cache knows: leave it out")
+        kept.check_fit("cache", B, heads, dtype)
+        span = kept.longer_span("x", T, counts)
+        offset = span.starts
+    if has_rope:
+        check_rope_offset("query_offset" if cache is None else "cache.lengths", offset, T)
+    return span, kept.see(causal, offset, counts, span.lengths, window), offset
 
 
 def check_norm_inputs(
@@ -666,6 +871,13 @@ def check_array(
     # What a stride of 0 repeats is copied once.
     once = array[(*(slice(None if step else 1) for step in array.strides), ...)]
     return np.broadcast_to(once.astype(native), array.shape)
+
+
+def check_stored_type(what: str, stored: np.dtype[Any], dtype: np.dtype[Any]) -> None:
+    """Raise unless a cache of that type is for arithmetic in `dtype`; `what` opens the message."""
+    if arithmetic_type(stored) != dtype:
+        halves = ", float16 or bfloat16" if dtype == np.float32 else ""
+        raise TypeError(f"{what}, expected {dtype}{halves}")
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -871,12 +1083,8 @@ def check_visibility(
     causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
     needed_by = _what_needs_positions(causal, window, alibi_slopes, has_rope)
     offset = check_query_offset(query_offset, B, T, S, needed_by=needed_by)
-    if has_rope and offset is not None and B:
-        lowest, highest = bounds(offset)
-        if lowest < 0 or highest + T > POSITION_LIMIT:
-            raise ValueError(
-                f"query_offset must lie between 0 and 2**53 - T with rope, got {query_offset!r}"
-            )
+    if has_rope:
+        check_rope_offset("query_offset", offset, T)
     return Visibility(
         causal,
         offset,
@@ -990,6 +1198,16 @@ def check_query_offset(
         if lowest < -OFFSET_LIMIT or highest > OFFSET_LIMIT:
             raise ValueError(f"query_offset must lie within +-2**60, got {query_offset!r}")
     return offset
+
+
+def check_rope_offset(name: str, offset: Integers | None, T: int) -> None:
+    if offset is None or not offset.size:
+        return
+    lowest, highest = bounds(offset)
+    if lowest < 0 or highest + T > POSITION_LIMIT:
+        raise ValueError(
+            f"{name} must lie between 0 and 2**53 - T with rope, got {offset.tolist()}"
+        )
 
 
 def check_lengths(name: str, value: npt.ArrayLike | None, B: int, limit: int) -> Integers | None:

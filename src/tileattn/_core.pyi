@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import BlockWeights, NormParameters
+from tileattn._arguments import BlockWeights, CacheSpan, NormParameters
 
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
@@ -43,6 +43,7 @@ class Visibility:
         window: tuple[int, int] | None = None,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> None: ...
+    def with_mask(self, mask: npt.NDArray[np.bool_] | None) -> Visibility: ...
 
 class Scores:
     scale: float
@@ -116,11 +117,20 @@ class Block:
         context: _Array | None,
         scores: Scores,
         visibility: Visibility,
+        positions: _Integers | None,
         q_angles: tuple[_Array, _Array] | None,
         k_angles: tuple[_Array, _Array] | None,
         out: _Array,
         threads: int,
+        span: CacheSpan | None,
     ) -> tuple[float, float, float]: ...
+    def fill(
+        self,
+        context: _Array,
+        span: CacheSpan,
+        angles: tuple[_Array, _Array] | None,
+        threads: int,
+    ) -> None: ...
 
 def project(
     x: _Array,

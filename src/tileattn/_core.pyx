@@ -229,13 +229,17 @@ cdef struct Heads:
     # What heads go through once they are projected: a norm each, then the rotation of their position.
     const ta_kernels *kernels
     ta_norm norm           # of one head
-    ta_rope rope           # rotary_dim is 0 for none
+    ta_rope rope           # rotary_dim is 0 for none; the strides of heads in x and out
     Array x                # [B, T, N, H], heads with contiguous columns
     Array out              # the same; may be x
     const char *cos        # rows of rotary_dim / 2, that of b and t at b * batch_rows + first[b] + t
     const char *sin
     Py_ssize_t batch_rows
     const int64_t *first   # [B], or NULL for zeros
+    # Into a cache: row t < counts[b] goes to row (starts[b] + t) modulo the rows of out. The heads of a row
+    # lie side by side then, and out may be of another type, which costs x its contents.
+    const int64_t *starts  # [B], or NULL for zeros
+    const int64_t *counts  # [B], or NULL for all
 
 
 cdef struct Gemm:
@@ -251,8 +255,7 @@ cdef struct Gemm:
     Py_ssize_t panel_parts
     # What whole rows of the product go through, while hot if panel_parts is 1; NULL for nothing.
     const Norm *norm
-    const Heads *q_heads
-    const Heads *k_heads
+    const Heads *heads[3]      # of q, k and v
 
 
 cdef void split_gemm(Gemm *g, int threads) noexcept nogil:
@@ -404,7 +407,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
 cdef bint is_unfinished(const Gemm *g) noexcept nogil:
     """Whether finish_item has anything to do when all items are done."""
     return g.rows > 0 and g.panel_parts > 1 and (
-        g.norm != NULL or g.q_heads != NULL or g.k_heads != NULL)
+        g.norm != NULL or g.heads[0] != NULL or g.heads[1] != NULL or g.heads[2] != NULL)
 
 
 cdef void finish_item(const Gemm *g, Py_ssize_t item, Py_ssize_t items) noexcept nogil:
@@ -414,12 +417,12 @@ cdef void finish_item(const Gemm *g, Py_ssize_t item, Py_ssize_t items) noexcept
 
 cdef void finish_product(const Gemm *g, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t of) noexcept nogil:
     """What whole rows go through: shares [begin, end) of `of` equal ones."""
+    cdef int i
     if g.norm != NULL:
         norm_rows(g.norm, begin * g.rows // of, end * g.rows // of)
-    if g.q_heads != NULL:
-        finish_heads(g.q_heads, begin, end, of)
-    if g.k_heads != NULL:
-        finish_heads(g.k_heads, begin, end, of)
+    for i in range(3):
+        if g.heads[i] != NULL:
+            finish_heads(g.heads[i], begin, end, of)
 
 
 # ------------------------------------------------------------------ LayerNorm(X + Z)
@@ -442,30 +445,44 @@ cdef void norm_item(const Norm *n, Py_ssize_t item, Py_ssize_t items) noexcept n
 
 cdef void finish_heads(const Heads *h, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t of) noexcept nogil:
     """Shares [begin, end) of `of` equal ones of all heads, counted in the order of [B, T, N]."""
-    cdef Py_ssize_t itemsize = h.kernels.itemsize, T = h.x.shape[1], N = h.x.shape[2]
-    cdef Py_ssize_t heads = h.x.shape[0] * T * N, head = begin * heads // of, row, b, t, i, angles
-    cdef const char *x
-    cdef char *out
-    cdef ta_rope rope = h.rope
+    cdef Py_ssize_t T = h.x.shape[1], N = h.x.shape[2]
+    cdef Py_ssize_t heads = h.x.shape[0] * T * N, head = begin * heads // of, b, t, count
     heads = end * heads // of
     while head < heads:                                         # the heads of one position
-        row = head // N
-        b = row // T
-        t = row % T
-        rope.heads = min(N - head % N, heads - head)
-        x = at3(&h.x, b, t, head % N, itemsize)
-        out = at3(&h.out, b, t, head % N, itemsize)
-        if h.norm.normalize:
-            for i in range(rope.heads):
-                h.kernels.add_norm_row(out + i * h.out.stride[2] * itemsize,
-                                       x + i * h.x.stride[2] * itemsize, NULL, &h.norm)
-            x = out
-            rope.src_stride = rope.dst_stride
-        if rope.rotary_dim > 0:
-            angles = b * h.batch_rows + t + (0 if h.first == NULL else h.first[b])
-            angles = angles * (rope.rotary_dim // 2) * itemsize
-            h.kernels.rotate_row(out, x, h.cos + angles, h.sin + angles, &rope)
-        head = head + rope.heads
+        b = head // N // T
+        t = head // N % T
+        count = min(N - head % N, heads - head)
+        if h.counts == NULL or t < h.counts[b]:
+            finish_position(h, b, t, head % N, count)
+        head = head + count
+
+
+cdef void finish_position(const Heads *h, Py_ssize_t b, Py_ssize_t t, Py_ssize_t n,
+                          Py_ssize_t count) noexcept nogil:
+    """Heads [n, n + count) of one position."""
+    cdef const ta_kernels *kernels = h.kernels
+    cdef Py_ssize_t itemsize = kernels.itemsize, i, angles
+    cdef Py_ssize_t row = t if h.starts == NULL else (h.starts[b] + t) % h.out.shape[1]
+    cdef bint is_stored = h.out.storage != TA_REAL
+    cdef ta_rope rope = h.rope
+    cdef char *x = at3(&h.x, b, t, n, itemsize)
+    cdef char *to = at3(&h.out, b, row, n, size_of(kernels, &h.out))
+    cdef char *out = x if is_stored else to
+    rope.heads = count
+    if h.norm.normalize:
+        for i in range(count):
+            kernels.add_norm_row(out + i * rope.dst_stride * itemsize, x + i * rope.src_stride * itemsize,
+                                 NULL, &h.norm)
+        x = out
+        rope.src_stride = rope.dst_stride
+    if rope.rotary_dim > 0:
+        angles = b * h.batch_rows + t + (0 if h.first == NULL else h.first[b])
+        angles = angles * (rope.rotary_dim // 2) * itemsize
+        kernels.rotate_row(out, x, h.cos + angles, h.sin + angles, &rope)
+    elif out != x:
+        memcpy(out, x, count * rope.head_dim * itemsize)
+    if is_stored:
+        kernels.store_row[h.out.storage](to, out, count * rope.head_dim)
 
 
 # ------------------------------------------------------------------ softmax(Q K^T) V
@@ -1576,7 +1593,7 @@ cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *t
     g.targets = targets - begin
     g.a_norm = NULL
     g.norm = NULL
-    g.q_heads = g.k_heads = NULL
+    g.heads[0] = g.heads[1] = g.heads[2] = NULL
     split_gemm(g, threads)
 
 
@@ -1634,6 +1651,10 @@ cdef class Visibility:
         self.window = window
         self.mask = mask
 
+    def with_mask(self, mask):
+        return Visibility(self.is_causal, self.query_offset, self.query_lengths, self.key_value_lengths,
+                          self.window, mask)
+
 
 cdef class Scores:
     """What a score is made of: scale q.k, capped, + bias + ALiBi, in this order; sinks beside."""
@@ -1673,6 +1694,33 @@ cdef int read_options(Attention *a, Scores scores, Visibility visibility) except
     if visibility.mask is not None:
         read_array(visibility.mask, &a.mask)
     return 0
+
+
+cdef bytearray unroll(Attention *a):
+    """Reads keys as a ring. Returns the memory of what it now points to.
+
+    Positions are counted from a slot 0 that no visible key lies before, since keys are cut into chunks
+    that grow with the position.
+    """
+    cdef Py_ssize_t B = a.k.shape[0], b, start
+    cdef bytearray memory = bytearray(2 * B * sizeof(int64_t))
+    cdef int64_t *moved = <int64_t *><char *>memory
+    a.ring = a.k.shape[1]
+    for b in range(B):
+        start = max(a.query_offset[b] - a.left, <Py_ssize_t>0) // a.ring * a.ring
+        moved[b] = a.query_offset[b] - start
+        moved[B + b] = a.key_lengths[b] - start
+    a.query_offset = moved
+    a.key_lengths = moved + B
+    return memory
+
+
+cdef Py_ssize_t longest(const Attention *a) noexcept:
+    """The keys of the longest sequence."""
+    cdef Py_ssize_t b, length = 0
+    for b in range(a.k.shape[0]):
+        length = max(length, a.key_lengths[b])
+    return length
 
 
 cdef class Memory:
@@ -1762,7 +1810,7 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
     cdef Attention *plans = &a
     cdef const int64_t *q_starts = read_integers(query_starts)
     cdef const int64_t *k_starts = read_integers(key_starts)
-    cdef bytearray memory
+    cdef bytearray memory, _unrolled
     cdef double flops = 0
     cdef Py_ssize_t i, items, merges, each = 0, parts = 0, count = 1, size
     cdef Py_ssize_t items_done = 0, merges_done = 0
@@ -1778,8 +1826,8 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
         read_array(lse, &a.lse, True)
     read_options(&a, scores, visibility)
     if ring:
-        a.ring = a.k.shape[1]
-        a.k.shape[1] = a.v.shape[1] = max(visibility.key_value_lengths, default=0)
+        _unrolled = unroll(&a)
+        a.k.shape[1] = a.v.shape[1] = longest(&a)
     a.group = a.q.shape[2] // max(a.k.shape[2], <Py_ssize_t>1)
     if q_starts != NULL:
         count = len(query_starts) - 1
@@ -1929,8 +1977,15 @@ cdef ta_norm read_norm(object norm, Py_ssize_t columns) except *:
                    read_vector(norm.bias), norm.eps)
 
 
-cdef int read_angles(Heads *h, tuple angles, const int64_t *first) except -1:
-    """A rope's tables; first[b] is the position of row 0 where they are those of positions."""
+cdef int plan_heads(Heads *h, Array x, Array out, tuple angles, const int64_t *first) except -1:
+    """From x to out, the same rows of both; h's kernels, norm and rope are already set.
+
+    The angles are a rope's tables, or None; first[b] is the position of row 0 where they are those of
+    positions.
+    """
+    h.x = x
+    h.out = out
+    h.starts = h.counts = NULL
     if angles is None:
         return 0
     cos, sin = angles
@@ -1938,6 +1993,61 @@ cdef int read_angles(Heads *h, tuple angles, const int64_t *first) except -1:
     h.sin = read_vector(sin)
     h.batch_rows = h.x.shape[1] if cos.ndim == 3 and len(cos) > 1 else 0
     h.first = first if cos.ndim == 2 else NULL
+    return 0
+
+
+cdef bint does_anything(const Heads *h) noexcept nogil:
+    return h.norm.normalize or h.rope.rotary_dim > 0
+
+
+cdef struct Fresh:
+    # The keys and values of new positions, and the cache that they go to, if any.
+    Array[2] rows          # [B, T, K, H] and [B, T, K, Hv]: where they are projected to
+    Array[2] slots         # [B, slots, K, H] and [B, slots, K, Hv] of the cache
+    const int64_t *starts  # [B]: row t goes to slot (starts[b] + t) modulo slots; NULL without a cache
+    const int64_t *counts  # [B]: only rows t < counts[b] do; NULL for all
+    bint in_scratch        # rows are; otherwise in their slots
+
+
+cdef int read_span(const ta_kernels *kernels, span, Fresh *fresh) except -1:
+    """Reads a CacheSpan (see _arguments.py), or None."""
+    fresh.starts = fresh.counts = NULL
+    if span is None:
+        return 0
+    is_written = span.starts is not None
+    read_stored(kernels, span.keys, &fresh.slots[0], is_written)
+    read_stored(kernels, span.values, &fresh.slots[1], is_written)
+    fresh.starts = read_integers(span.starts)
+    fresh.counts = read_integers(span.counts)
+    return 0
+
+
+cdef bint fit_in_slots(const Fresh *fresh, Py_ssize_t B, Py_ssize_t T) noexcept nogil:
+    """Whether a product can write its rows into their slots: of its type, and evenly apart."""
+    cdef Py_ssize_t slots = fresh.slots[0].shape[1], first = fresh.starts[0] % slots, b
+    if fresh.slots[0].storage != TA_REAL or first + T > slots or (B > 1 and T > 1):
+        return False
+    for b in range(B):
+        if fresh.starts[b] % slots != first or (fresh.counts != NULL and fresh.counts[b] < T):
+            return False
+    return True
+
+
+cdef int place_fresh(const ta_kernels *kernels, Fresh *fresh, uintptr_t *cursor, Py_ssize_t B, Py_ssize_t T,
+                     Py_ssize_t K, Py_ssize_t H, Py_ssize_t Hv) except -1:
+    """Decides where T new rows of each sequence are projected to."""
+    cdef Py_ssize_t width, i
+    cdef Array *rows
+    fresh.in_scratch = fresh.starts == NULL or not fit_in_slots(fresh, B, T)
+    for i in range(2):
+        rows = &fresh.rows[i]
+        if fresh.in_scratch:
+            width = Hv if i else H
+            rows[0] = whole_array(carve(cursor, B * T * K * width * kernels.itemsize), B, T, K, width)
+        else:
+            rows[0] = fresh.slots[i]
+            rows.data += fresh.starts[0] % rows.shape[1] * rows.stride[1] * kernels.itemsize
+            rows.shape[1] = T
     return 0
 
 
@@ -1952,8 +2062,8 @@ cdef class Block:
     cdef PackedMatrix w_o
     cdef object kept            # the arrays that the pointers below point into
     cdef const char *biases[4]
-    cdef ta_norm pre_norm, post_norm, q_norm, k_norm
-    cdef ta_rope q_rope, k_rope
+    cdef ta_norm pre_norm, post_norm
+    cdef Heads[3] heads         # what those of q, k and v go through; without arrays
     cdef bint residual
     cdef Py_ssize_t N, K, H, Hv
     cdef readonly Py_ssize_t nbytes
@@ -1977,26 +2087,91 @@ cdef class Block:
             self.biases[i] = read_vector(w.biases[i])
         self.pre_norm = read_norm(w.norm if w.is_pre_norm else None, w_o.shape[2])
         self.post_norm = read_norm(None if w.is_pre_norm else w.norm, w_o.shape[2])
-        self.q_norm, self.k_norm = read_norm(w.q_norm, self.H), read_norm(w.k_norm, self.H)
         interleaved = w.rope is not None and w.rope.interleaved
-        self.q_rope = ta_rope(self.N, self.H, w.rotary_dim, interleaved, self.H, self.H)
-        self.k_rope = ta_rope(self.K, self.H, w.rotary_dim, interleaved, self.H, self.H)
+        for i in range(3):
+            self.heads[i].kernels = self.w_q.kernels
+            self.heads[i].norm = read_norm((w.q_norm, w.k_norm, None)[i], self.H)
+            self.heads[i].rope = ta_rope(0, self.H, w.rotary_dim, interleaved, self.H, self.H)
+        self.heads[2].rope = ta_rope(0, self.Hv, 0, False, self.Hv, self.Hv)
         self.residual = w.residual
 
-    def run(self, x, context, Scores scores not None, Visibility visibility not None, tuple q_angles,
-            tuple k_angles, out, int threads):
+    cdef int plan_fresh(self, Fresh *fresh, Gemm *g, Heads *heads, Target *targets, char *scratch,
+                        tuple angles) except -1:
+        """Where a product with W_K and W_V goes, and what the heads go through from there on."""
+        cdef Array *rows
+        cdef int i
+        for i in range(2):
+            rows = &fresh.rows[i]
+            if fresh.in_scratch:
+                rows.data = scratch + <uintptr_t>rows.data
+            targets[i] = Target(rows.data, rows.stride[0] if rows.shape[1] == 1 else rows.stride[1],
+                                self.biases[1 + i])
+            heads[i] = self.heads[1 + i]
+            plan_heads(&heads[i], rows[0], rows[0], angles if i == 0 else None, fresh.starts)
+            if fresh.starts != NULL and fresh.in_scratch:
+                heads[i].out = fresh.slots[i]
+                heads[i].starts = fresh.starts
+                heads[i].counts = fresh.counts
+                g.heads[1 + i] = &heads[i]
+            elif does_anything(&heads[i]):
+                g.heads[1 + i] = &heads[i]
+        return 0
+
+    cdef void plan_kv_gemm(self, Gemm *g, const Target *targets, int threads):
+        """A plan for W_K and W_V by themselves."""
+        cdef int begin = 1 if self.w_kv is self.w_q else 0
+        plan_gemm(g, self.w_kv, begin, begin + 2, targets, threads)
+
+    def fill(self, context, span, tuple angles, int threads):
+        """The keys and values of context[B, S, Dc] into a cache (see _arguments.CacheSpan)."""
+        cdef Gemm g
+        cdef Fresh fresh
+        cdef Heads[2] heads
+        cdef Target[2] targets
+        cdef Scratch scratch
+        cdef char *workspace
+        cdef uintptr_t cursor = 0
+        cdef Py_ssize_t i, items, each, heads_items = 0
+        read_rows(context, &g.a, &g.rows)
+        if g.rows == 0:
+            return
+        read_span(self.w_q.kernels, span, &fresh)
+        place_fresh(self.w_q.kernels, &fresh, &cursor, context.shape[0], context.shape[1], self.K, self.H,
+                    self.Hv)
+        threads = team_size(threads, 2.0 * g.rows * self.w_kv.depth * self.K * (self.H + self.Hv))
+        self.plan_kv_gemm(&g, targets, threads)
+        items = gemm_items(&g)
+        threads = <int>min(<Py_ssize_t>threads, items)
+        each = round_up(gemm_scratch(&g), CACHE_LINE)
+        scratch = take_scratch(cursor + each * threads)
+        workspace = scratch.data + cursor
+        self.plan_fresh(&fresh, &g, heads, targets, scratch.data, angles)
+        if is_unfinished(&g):
+            heads_items = threads
+        with nogil, parallel(num_threads=threads):
+            for i in prange(items, schedule="dynamic"):
+                gemm_item(&g, i, workspace + threadid() * each)
+            for i in prange(heads_items, schedule="static"):
+                finish_item(&g, i, heads_items)
+        give_scratch(scratch)
+
+    def run(self, x, context, Scores scores not None, Visibility visibility not None, positions,
+            tuple q_angles, tuple k_angles, out, int threads, span):
         """The block's output for x[B, T, D] into out[B, T, D], in one parallel region.
 
-        context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. The angles
+        context[B, S, Dc] is None in self-attention; x has contiguous rows, out is contiguous. The span is
+        None, or the cache that the keys and values of x go to, if it has starts, and that all come from
+        (see _arguments.CacheSpan). positions[B] are those of the first queries, or None for 0. The angles
         are cos and sin of a rope, or None: of positions from 0 on [positions, rotary_dim / 2], or those
         of each row [B, T, rotary_dim / 2]. Returns the seconds spent in projecting q, k and v, in
         attention, and in the rest.
         """
         cdef Gemm q_gemm, kv_gemm, o_gemm
+        cdef Fresh fresh
         cdef Target[3] qkv
         cdef Target z
         cdef Norm norm, pre_norm
-        cdef Heads q_heads, k_heads
+        cdef Heads[3] heads
         cdef Attention a
         cdef AttentionScratch layout
         cdef Array array
@@ -2006,12 +2181,14 @@ cdef class Block:
         cdef const ta_kernels *kernels = self.w_q.kernels
         cdef Py_ssize_t itemsize = kernels.itemsize, N = self.N, K = self.K, H = self.H, Hv = self.Hv
         cdef Py_ssize_t B = x.shape[0], T = x.shape[1], D = self.post_norm.columns
-        cdef Py_ssize_t S = T if context is None else context.shape[1]
+        cdef bint is_projected = span is not None and span.starts is None
+        cdef Py_ssize_t S = 0 if is_projected else T if context is None else context.shape[1]
         cdef Py_ssize_t i, each, q_items, kv_items, a_items, a_merges, o_items
         cdef Py_ssize_t pre_items = 0, heads_items = 0, post_items = 0
+        cdef bytearray _unrolled
         cdef double[4] clock
         cdef double *now = clock
-        cdef bint together = context is None and self.w_kv is self.w_q
+        cdef bint together = context is None and self.w_kv is self.w_q and not is_projected
 
         if B * T == 0:
             return (0.0, 0.0, 0.0)
@@ -2023,10 +2200,17 @@ cdef class Block:
         require_possible(<double>itemsize * B * (
             <double>T * (N * (H + Hv) + D) + <double>S * K * (H + Hv)))
 
-        # Where q, k, v and y will lie in the scratch; what each thread needs comes behind them.
+        # Where q, y, and k and v if they have no other place, will lie in the scratch; what each thread
+        # needs comes behind them.
         a.q = whole_array(carve(&cursor, B * T * N * H * itemsize), B, T, N, H)
-        a.k = whole_array(carve(&cursor, B * S * K * H * itemsize), B, S, K, H)
-        a.v = whole_array(carve(&cursor, B * S * K * Hv * itemsize), B, S, K, Hv)
+        read_span(kernels, span, &fresh)
+        place_fresh(kernels, &fresh, &cursor, B, S, K, H, Hv)
+        a.k, a.v = fresh.rows[0], fresh.rows[1]
+        if span is not None:
+            a.k, a.v = fresh.slots[0], fresh.slots[1]
+            if span.is_ring:
+                _unrolled = unroll(&a)
+            a.k.shape[1] = a.v.shape[1] = longest(&a)
         a.out = whole_array(carve(&cursor, B * T * N * Hv * itemsize), B, T, N, Hv)
         a.lse.data = NULL
         a.group = N // K
@@ -2039,10 +2223,9 @@ cdef class Block:
         if together:
             kv_gemm.rows = 0
             plan_gemm(&kv_gemm, self.w_kv, 1, 1, &qkv[1], threads)
-        elif self.w_kv is self.w_q:
-            plan_gemm(&kv_gemm, self.w_kv, 1, 3, &qkv[1], threads)
         else:
-            plan_gemm(&kv_gemm, self.w_kv, 0, 2, &qkv[1], threads)
+            kv_gemm.rows = B * S
+            self.plan_kv_gemm(&kv_gemm, &qkv[1], threads)
         norm.residual = q_gemm.a
         if self.pre_norm.normalize:
             # A row is normalised where it is packed, unless several threads would do the same to many: that
@@ -2069,14 +2252,10 @@ cdef class Block:
         scratch = take_scratch(cursor + each * threads)
 
         a.q.data = scratch.data + <uintptr_t>a.q.data
-        a.k.data = scratch.data + <uintptr_t>a.k.data
-        a.v.data = scratch.data + <uintptr_t>a.v.data
         a.out.data = scratch.data + <uintptr_t>a.out.data
         a.parts = scratch.data + <uintptr_t>a.parts
         workspace = scratch.data + cursor
         qkv[0] = Target(a.q.data, N * H, self.biases[0])
-        qkv[1] = Target(a.k.data, K * H, self.biases[1])
-        qkv[2] = Target(a.v.data, K * Hv, self.biases[2])
         z = Target(array.data, D, self.biases[3])
         if pre_items:
             pre_norm.kernels = kernels
@@ -2085,17 +2264,14 @@ cdef class Block:
             pre_norm.residual.data = NULL
             pre_norm.out = scratch.data + <uintptr_t>pre_norm.out
             q_gemm.a = Rows(pre_norm.out, q_gemm.rows, 0, pre_norm.out_stride, 1)
-        if self.q_norm.normalize or q_angles is not None:
-            q_heads = Heads(kernels, self.q_norm, self.q_rope, a.q, a.q)
-            read_angles(&q_heads, q_angles, a.query_offset)
-            q_gemm.q_heads = &q_heads
-        if self.k_norm.normalize or k_angles is not None:
-            k_heads = Heads(kernels, self.k_norm, self.k_rope, a.k, a.k)
-            read_angles(&k_heads, k_angles, NULL)
-            if together:
-                q_gemm.k_heads = &k_heads
-            else:
-                kv_gemm.k_heads = &k_heads
+        heads[0] = self.heads[0]
+        plan_heads(&heads[0], a.q, a.q, q_angles, read_integers(positions))
+        if does_anything(&heads[0]):
+            q_gemm.heads[0] = &heads[0]
+        self.plan_fresh(&fresh, &q_gemm if together else &kv_gemm, &heads[1], &qkv[1], scratch.data,
+                        k_angles)
+        if span is None:
+            a.k.data, a.v.data = fresh.rows[0].data, fresh.rows[1].data
         if is_unfinished(&q_gemm) or is_unfinished(&kv_gemm):
             heads_items = threads
         o_gemm.a = Rows(a.out.data, o_gemm.rows, 0, N * Hv, 1)
@@ -2203,13 +2379,14 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     contiguous columns. All is checked by the caller.
     """
     cdef Heads h
+    cdef Array source, target
     cdef Py_ssize_t i, items
     h.kernels = kernels_for(x.itemsize)
     h.norm.normalize = False
-    read_array(x, &h.x)
-    read_array(out, &h.out, True)
-    h.rope = ta_rope(0, h.x.shape[3], rotary_dim, interleaved, h.out.stride[2], h.x.stride[2])
-    read_angles(&h, (cos, sin), NULL)
+    read_array(x, &source)
+    read_array(out, &target, True)
+    h.rope = ta_rope(0, source.shape[3], rotary_dim, interleaved, target.stride[2], source.stride[2])
+    plan_heads(&h, source, target, (cos, sin), NULL)
     threads = team_size(threads, 8.0 * x.size)
     items = min(<Py_ssize_t>threads, h.x.shape[0] * h.x.shape[1])
     threads = <int>items

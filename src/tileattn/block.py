@@ -21,9 +21,12 @@ from tileattn._arguments import (
     check_block_inputs,
     check_block_weights,
     check_int,
+    check_lengths,
     check_norm_inputs,
+    check_stored_type,
     check_vector,
 )
+from tileattn.cache import KVCache
 from tileattn.config import resolve_threads
 from tileattn.rope import Rope
 
@@ -185,6 +188,10 @@ DEFAULT_NORM = LayerNorm()
 
 Angles: TypeAlias = tuple[Array, Array]  # cos and sin
 
+# Positions up to which a block with a cache keeps cos and sin: 16 MB for float32 heads 128 wide.
+# Beyond, they are computed for the positions of each call, once for all blocks that share a Rope.
+LONG_TABLE = 1 << 15
+
 
 class AttentionBlock(SetOnce):
     """A transformer's attention block with its weights packed once, called as often as needed.
@@ -311,6 +318,7 @@ class AttentionBlock(SetOnce):
             w.scores.sinks,
         )
         self._scores = w.scores
+        self._kv_heads = (self.num_kv_heads, self.head_dim, self.v_head_dim)
         self._core = _core.Block(w)
 
     def __reduce__(self) -> NoReturn:
@@ -431,7 +439,8 @@ class AttentionBlock(SetOnce):
         self,
         x: npt.ArrayLike,
         *,
-        context: npt.ArrayLike | None = None,
+        context: npt.ArrayLike | KVCache | None = None,
+        cache: KVCache | None = None,
         bias: npt.ArrayLike | None = None,
         mask: npt.ArrayLike | None = None,
         query_offset: npt.ArrayLike | None = None,
@@ -445,16 +454,22 @@ class AttentionBlock(SetOnce):
         Parameters
         ----------
         x : array [B, T, D] or [T, D], of the block's dtype
-        context : array [B, S, Dc] or [S, Dc], optional
-            Keys and values come from here (cross attention); by default from x.
+        context : array [B, S, Dc] or [S, Dc], or KVCache, optional
+            Keys and values come from here (cross attention); by default from x. A cache holds them
+            already: that which `context_cache` made, or another layer's. S is the length of its
+            longest sequence.
+        cache : KVCache, optional
+            Where the sequences of x begin (decoding): the T positions of x come behind those that
+            it holds, their keys and values are added to it, and x attends to all. S is the length
+            of its longest sequence then.
         bias : floating array, broadcasts to [B, N, T, S], optional
         mask : boolean array, broadcasts to [B, N, T, S], optional
-            As in `dot_product_attention`.
+            As in `dot_product_attention`; not with a cache that is a ring.
         query_offset : int or int array [B], optional
-            As in `dot_product_attention`.
+            As in `dot_product_attention`. Not with `cache`, whose lengths say it.
         query_seq_lengths, key_value_seq_lengths : int arrays [B], optional
             As in `dot_product_attention`. A row beyond its length attends to nothing: it is
-            ``norm(x + b_o)``.
+            ``norm(x + b_o)``, and is not added to `cache`. A cache knows the lengths of its keys.
         out : array of x's shape, optional
             No overlap with an input.
         num_threads : int, optional
@@ -467,11 +482,30 @@ class AttentionBlock(SetOnce):
         Raises
         ------
         TypeError, ValueError
-            For dtypes or shapes that do not fit. Nothing has been written then.
+            For dtypes or shapes that do not fit, and for a cache that has not enough room left.
+            Nothing has been written then, and no cache has changed.
+
+        Examples
+        --------
+        A prompt of 5 positions, then one new token:
+
+        >>> import numpy as np, tileattn
+        >>> rng = np.random.default_rng(0)
+        >>> w_q, w_k, w_v = rng.standard_normal((3, 32, 4, 8))
+        >>> w_o = rng.standard_normal((4, 8, 32))
+        >>> block = tileattn.AttentionBlock(
+        ...     w_q, w_k, w_v, w_o, rope=tileattn.Rope(), is_causal=True)
+        >>> cache = tileattn.KVCache(1, 64, num_kv_heads=4, head_dim=8, dtype=block.dtype)
+        >>> x = rng.standard_normal((1, 6, 32))
+        >>> prompt = block(x[:, :5], cache=cache)
+        >>> token = block(x[:, 5:], cache=cache)
+        >>> np.allclose(np.concatenate([prompt, token], axis=1), block(x))
+        True
         """
         return self._run(
             x,
             context,
+            cache,
             bias,
             mask,
             query_offset,
@@ -499,6 +533,7 @@ class AttentionBlock(SetOnce):
         """
         names = (
             "context",
+            "cache",
             "bias",
             "mask",
             "query_offset",
@@ -521,7 +556,8 @@ class AttentionBlock(SetOnce):
     def _run(
         self,
         x: npt.ArrayLike,
-        context: npt.ArrayLike | None,
+        context: npt.ArrayLike | KVCache | None,
+        cache: KVCache | None,
         bias: npt.ArrayLike | None,
         mask: npt.ArrayLike | None,
         query_offset: npt.ArrayLike | None,
@@ -530,13 +566,14 @@ class AttentionBlock(SetOnce):
         out: Array | None,
         num_threads: int | None,
     ) -> tuple[Array, tuple[float, float, float]]:
-        x, context, bias, visibility, has_batch = check_block_inputs(
+        x, context, bias, visibility, positions, span, has_batch = check_block_inputs(
             x,
             context,
             self.model_dim,
             self.context_dim,
-            self.num_heads,
+            (self.num_heads, *self._kv_heads),
             self.dtype,
+            cache=cache,
             bias=bias,
             mask=mask,
             is_causal=self.is_causal,
@@ -560,28 +597,103 @@ class AttentionBlock(SetOnce):
             context,
             self._scores if bias is None else self._scores.with_bias(bias),
             visibility,
-            *self._angles(x, context, visibility.query_offset),
+            positions,
+            *self._angles(x, context, positions, span is not None),
             result if has_batch else result[None],
             threads,
+            span,
         )
+        if cache is not None and span is not None:
+            cache.advance(span)
         if out is not None and result is not out:
             out[...] = result
             result = out
         return result, seconds
 
+    def context_cache(
+        self,
+        context: npt.ArrayLike,
+        *,
+        key_value_seq_lengths: npt.ArrayLike | None = None,
+        dtype: npt.DTypeLike | None = None,
+        num_threads: int | None = None,
+    ) -> KVCache:
+        """Project a context once, for all calls that attend to it: ``block(x, context=cache)``.
+
+        Parameters
+        ----------
+        context : array [B, S, Dc] or [S, Dc], of the block's dtype
+        key_value_seq_lengths : int array [B], optional
+            Only the first positions of each sequence are taken, and seen.
+        dtype : dtype, optional
+            Of the cache: by default the block's, or float16 or bfloat16 for a block of float32.
+        num_threads : int, optional
+            For this call, by default `get_num_threads()`.
+
+        Returns
+        -------
+        KVCache
+            Of B sequences, 1 for a context [S, Dc], and room for S positions of each.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For dtypes or shapes that do not fit, and for a batch of no sequences.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> rng = np.random.default_rng(0)
+        >>> w_q, w_k, w_v = rng.standard_normal((3, 32, 4, 8))
+        >>> block = tileattn.AttentionBlock(w_q, w_k, w_v, rng.standard_normal((4, 8, 32)))
+        >>> audio, x = rng.standard_normal((1, 50, 32)), rng.standard_normal((1, 3, 32))
+        >>> cache = block.context_cache(audio)
+        >>> np.array_equal(block(x, context=cache), block(x, context=audio))
+        True
+        """
+        context = check_array("context", context, self.dtype)
+        if context.ndim not in (2, 3) or context.shape[-1] != self.context_dim:
+            raise ValueError(
+                f"context must have the shape [B, S, {self.context_dim}] or "
+                f"[S, {self.context_dim}], not {context.shape}"
+            )
+        if context.ndim == 2:
+            context = context[None]
+        B, S, _ = context.shape
+        if B == 0:
+            raise ValueError("context has no sequences, B = 0")
+        counts = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
+        threads = resolve_threads(num_threads)
+        cache = KVCache(B, max(S, 1), *self._kv_heads, self.dtype if dtype is None else dtype)
+        check_stored_type(f"dtype is {cache.dtype}", cache.dtype, self.dtype)
+        span = cache.longer_span("context", S, counts)
+        _, angles = self._angles(context, None, None, True)
+        self._core.fill(context, span, angles, threads)
+        cache.advance(span)
+        return cache
+
     def _angles(
-        self, x: Array, context: Array | None, offset: Integers | None
+        self, x: Array, context: Array | None, offset: Integers | None, is_cached: bool
     ) -> tuple[Angles | None, Angles | None]:
-        """cos and sin for queries and keys: one table by position, where the keys' serves both."""
+        """cos and sin for queries and keys: one table by position, where the keys' serves both.
+
+        Keys that go to a cache stand where the queries do.
+        """
         if self.rope is None:
             return None, None
         B, T, _ = x.shape
         S = T if context is None else context.shape[1]
-        of_keys = self.rope.tables_of_first(S, self.head_dim, self.dtype)
-        if offset is None or B == 0 or bounds(offset)[1] + T <= S:
-            return of_keys, of_keys
+        end = T if offset is None or B == 0 else bounds(offset)[1] + T
+        of_first = None
+        if not is_cached or end <= max(T, LONG_TABLE):
+            count = end if is_cached else S
+            of_first = self.rope.tables_of_first(count, self.head_dim, self.dtype)
+            if end <= count:
+                return of_first, of_first
+        assert offset is not None
         positions = offset[:, None] + np.arange(T)
-        return self.rope.tables(positions, self.head_dim, self.dtype), of_keys
+        of_queries = self.rope.tables(positions, self.head_dim, self.dtype)
+        return of_queries, of_queries if of_first is None else of_first
 
 
 def _from_linear_arguments(
@@ -681,7 +793,8 @@ def attention_block(
     is_causal: bool = False,
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
-    context: npt.ArrayLike | None = None,
+    context: npt.ArrayLike | KVCache | None = None,
+    cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
     query_offset: npt.ArrayLike | None = None,
@@ -701,7 +814,8 @@ def attention_block(
     norm, norm_position, residual, rope, q_norm, k_norm
     scale, softcap, is_causal, local_window_size, sinks
         As in the constructor of `AttentionBlock`.
-    context, bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths, out, num_threads
+    context, cache, bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths, out
+    num_threads
         As in a call of it.
 
     Returns
@@ -747,6 +861,7 @@ def attention_block(
     return block(
         x,
         context=context,
+        cache=cache,
         bias=bias,
         mask=mask,
         query_offset=query_offset,

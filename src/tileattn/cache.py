@@ -12,6 +12,7 @@ from tileattn._arguments import (
     FLOAT_TYPES,
     Array,
     AttentionArguments,
+    CacheParameters,
     Integers,
     Window,
     arithmetic_type,
@@ -25,7 +26,6 @@ from tileattn._arguments import (
     check_window,
     is_half,
 )
-from tileattn._core import Visibility
 from tileattn.attention import attend
 from tileattn.config import resolve_threads
 
@@ -33,7 +33,7 @@ CACHE_LINE = 64
 ASIDE = -1
 
 
-class KVCache:
+class KVCache(CacheParameters):
     """Keys and values of B sequences, appended to step by step and attended to in place.
 
     Parameters
@@ -67,8 +67,13 @@ class KVCache:
 
     Notes
     -----
-    Layers that share keys and values share a cache: one appends, all attend. Several threads may
-    attend at a time, but nothing else while one appends, truncates, reorders or resets.
+    Give it to a call of an `AttentionBlock` (``block(x, cache=cache)``), one cache for each layer:
+    what the block projects goes here without a detour. Layers that share keys and values share a
+    cache: one appends, all attend; a second block reads what the first has added with
+    ``block(x, context=cache, query_offset=cache.lengths - T)``.
+
+    Several threads may attend at a time, but nothing else while one appends, truncates, reorders or
+    resets.
 
     A call that raises has changed nothing.
 
@@ -224,26 +229,13 @@ class KVCache:
                 f"v must have the shape [B, T, K, Hv] = {(B, T, K, self.v_head_dim)}, not {v.shape}"
             )
         counts = check_lengths("seq_lengths", seq_lengths, B, T)
+        threads = resolve_threads(num_threads)
+        span = self.longer_span("k", T, counts)
         if counts is None:
             counts = np.full(B, T, np.int64)
-        threads = resolve_threads(num_threads)
-        lengths = self._lengths + counts
-        oldest = self._oldest
-        if self.window is None:
-            full = np.flatnonzero(lengths > self.capacity)
-        else:
-            oldest = np.maximum(oldest, lengths - self.capacity)
-            full = np.flatnonzero((counts > 0) & (self._first_seen(self._lengths) < oldest))
-        if len(full):
-            b = full[0]
-            limit = "" if self.window is None else f", and a window of {self.window}"
-            raise ValueError(
-                f"k has {counts[b]} positions for sequence {b}, which has {self._lengths[b]} "
-                f"already: that does not fit a capacity of {self.capacity}{limit}"
-            )
         if T:
             _core.append(k, v, self._keys, self._values, self._lengths, counts, threads)
-        self._lengths, self._oldest = lengths, oldest
+        self.advance(span)
 
     @overload
     def attend(
@@ -353,23 +345,15 @@ class KVCache:
         )
         return_lse = check_flag("return_lse", return_lse)
         threads = resolve_threads(num_threads)
-        left, right = check_window(local_window_size) or (-1, -1)
-        lengths = self._lengths
-        offset = lengths - (T if counts is None else counts)
-        keys, values = self._keys, self._values
-        if is_causal or (left, right) != (-1, -1) or alibi_slopes is not None or self.window:
+        window = check_window(local_window_size)
+        offset = self._lengths - (T if counts is None else counts)
+        if is_causal or window is not None or alibi_slopes is not None or self.window:
             self._check_positions(offset)
+        keys, values = self._keys, self._values
         if self.window is None:
-            used = lengths.max()
+            used = self._lengths.max()
             keys, values = keys[:, :used], values[:, :used]
-        else:
-            left = min(self.window - 1, left) if left >= 0 else self.window - 1
-            # The kernels count from a place of slot 0 that no visible key lies before: they cut
-            # what they see into chunks that grow with the position.
-            start = self._first_seen(offset) // keys.shape[1] * keys.shape[1]
-            lengths, offset = lengths - start, offset - start
-        window = None if (left, right) == (-1, -1) else (left, right)
-        visibility = Visibility(is_causal, offset, counts, lengths, window)
+        visibility = self.see(is_causal, offset, counts, self._lengths, window)
         arguments = AttentionArguments(q, keys, values, True, scores, visibility, out)
         y, lse = attend(arguments, return_lse, threads, is_ring=self.window is not None)
         return y if lse is None else (y, lse)
@@ -482,10 +466,6 @@ class KVCache:
                 if readers[a] == 0 and a in moves:
                     free.append(a)
         self._lengths, self._oldest = self._lengths[source], self._oldest[source]
-
-    def _first_seen(self, positions: Integers) -> Integers:
-        """The first key that a query at each position sees."""
-        return np.maximum(positions + 1 - (self.window or self.capacity), 0)
 
     def _check_positions(self, offset: Integers) -> None:
         early = np.flatnonzero(offset < 0)

@@ -25,6 +25,7 @@ from tileattn import attention
 from tileattn._arguments import (
     Array,
     Bool,
+    CacheSpan,
     Integers,
     NormParameters,
     NormPosition,
@@ -44,6 +45,7 @@ from tileattn._arguments import (
 )
 from tileattn._core import Scores, Visibility
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
+from tileattn.cache import KVCache
 from tileattn.config import resolve_threads
 from tileattn.rope import Rope, RopeScaling
 
@@ -544,7 +546,8 @@ def attention_block(
     is_causal: bool = False,
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
-    context: npt.ArrayLike | None = None,
+    context: npt.ArrayLike | KVCache | None = None,
+    cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
     query_offset: npt.ArrayLike | None = None,
@@ -576,8 +579,10 @@ def attention_block(
         Rotates queries by their positions t + query_offset, and keys by theirs, j.
     q_norm, k_norm : LayerNorm or RMSNorm, optional
         Of each head's H columns of queries or keys, after the bias and before `rope`.
-    context : [B,S,Dc], optional
-        What keys and values are made from, in cross attention.
+    context : [B,S,Dc] or KVCache, optional
+        What keys and values are made from, in cross attention, or a cache that holds them.
+    cache : KVCache, optional
+        Holds the positions before those of x, and gets theirs, rounded to x's dtype and its own.
     scale, softcap, is_causal, local_window_size, sinks
     bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths
         As in :func:`dot_product_attention`. Queries beyond their length have an attention of zero,
@@ -627,13 +632,14 @@ def attention_block(
     )
     w_q, w_k, w_v, w_o = (_float64(matrix) for matrix in w.matrices)
     b_q, b_k, b_v, b_o = (_float64(bias) for bias in w.biases)
-    x_BTD, c_BSD, bias, visibility, has_batch = check_block_inputs(
+    x_BTD, c_BSD, bias, visibility, positions, span, has_batch = check_block_inputs(
         x,
         context,
         len(w_q),
         len(w_v),
-        w_q.shape[1],
+        (w_q.shape[1], *w_k.shape[1:], w_v.shape[2]),
         w.matrices[0].dtype,
+        cache=cache,
         bias=bias,
         mask=mask,
         is_causal=w.is_causal,
@@ -652,19 +658,29 @@ def attention_block(
     for b in range(len(x_BTD)):
         x_TD = _float64(x_BTD[b])
         in_TD = _normalise(x_TD, pre_norm)
-        c_SD = in_TD if c_BSD is None else _float64(c_BSD[b])
         q_TNH = _normalise(np.tensordot(in_TD, w_q, axes=1) + b_q, q_norm)
-        k_SKH = _normalise(np.tensordot(c_SD, w_k, axes=1) + b_k, k_norm)
-        v_SKH = np.tensordot(c_SD, w_v, axes=1) + b_v
+        first = 0 if positions is None else positions[b]
         if rope is not None:
-            offset = 0 if visibility.query_offset is None else visibility.query_offset[b]
-            q_TNH = _rotate(q_TNH, offset + np.arange(len(q_TNH)), rope)
-            k_SKH = _rotate(k_SKH, np.arange(len(k_SKH)), rope)
-        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, scores, visibility, b)
+            q_TNH = _rotate(q_TNH, first + np.arange(len(q_TNH)), rope)
+        if span is None or span.starts is not None:
+            c_SD = in_TD if c_BSD is None else _float64(c_BSD[b])
+            k_SKH = _normalise(np.tensordot(c_SD, w_k, axes=1) + b_k, k_norm)
+            v_SKH = np.tensordot(c_SD, w_v, axes=1) + b_v
+            if rope is not None:
+                k_first = 0 if span is None else first
+                k_SKH = _rotate(k_SKH, k_first + np.arange(len(k_SKH)), rope)
+        sees = visibility
+        if span is not None:
+            if span.starts is not None:
+                _store(span, b, k_SKH.astype(x_BTD.dtype), v_SKH.astype(x_BTD.dtype))
+            k_SKH, v_SKH, sees = _stored(span, b, visibility)
+        y_TNH, _ = _attend(q_TNH, k_SKH, v_SKH, scores, sees, b)
         y_TD = np.tensordot(y_TNH, w_o, axes=2) + b_o
         if w.residual:
             y_TD = x_TD + y_TD
         y_BTD[b] = _normalise(y_TD, post_norm)
+    if cache is not None and span is not None:
+        cache.advance(span)
     return _deliver(y_BTD if has_batch else y_BTD[0], out)
 
 
@@ -817,6 +833,36 @@ def apply_rope(
     resolve_threads(num_threads)
     y = _rotate(_float64(x), positions if x.ndim == 4 else positions[0], rope)
     return _deliver(y.astype(x.dtype), out)
+
+
+def _store(span: CacheSpan, b: int, k_TKH: Array, v_TKH: Array) -> None:
+    """Put sequence b's new keys and values where a cache keeps them."""
+    assert span.starts is not None
+    count = len(k_TKH) if span.counts is None else span.counts[b]
+    slots = (span.starts[b] + np.arange(count)) % span.keys.shape[1]
+    span.keys[b, slots], span.values[b, slots] = k_TKH[:count], v_TKH[:count]
+
+
+def _stored(span: CacheSpan, b: int, visibility: Visibility) -> tuple[Array, Array, Visibility]:
+    """The keys and values that a cache has of sequence b, in order, and who sees them."""
+    keys, values = span.keys[b], span.values[b]
+    if not span.is_ring:
+        S = span.lengths.max()
+        return keys[:S], values[:S], visibility
+    first = max(0, span.lengths[b] - len(keys))
+    slots = (first + np.arange(len(keys))) % len(keys)
+    offset, lengths = visibility.query_offset, visibility.key_value_lengths
+    assert offset is not None
+    assert lengths is not None
+    sees = Visibility(
+        visibility.is_causal,
+        offset - first,
+        visibility.query_lengths,
+        lengths - first,
+        visibility.window,
+        visibility.mask,
+    )
+    return keys[slots], values[slots], sees
 
 
 def _attend(
