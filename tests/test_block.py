@@ -345,12 +345,12 @@ def test_a_rows_bits_do_not_depend_on_how_many_come_with_it(is_modern, dtype):
     options = modern(sizes, dtype)[0] if is_modern else {"norm": norm_of(520, dtype)[0]}
     block = AttentionBlock(*weights, **biases, **{**options, "is_causal": False})
     x, context = random(30, 1, 300, 520, dtype=dtype), random(31, 1, 70, 520, dtype=dtype)
-    # Attention reads keys in place for up to 7 rows of this group, and packs them for more.
+    # Attention reads keys in place for up to 8 rows of this group, and packs them for more.
     one_by_one = np.concatenate(
         [block(x[:, t, None], context=context, query_offset=t) for t in range(300)], axis=1
     )
     at_once = block(x, context=context, query_offset=0, num_threads=1)
-    for expected, counts in ((one_by_one, (1, 3, 7)), (at_once, (8, 16, 17, 300))):
+    for expected, counts in ((one_by_one, (1, 3, 8)), (at_once, (9, 16, 17, 300))):
         for threads in (1, 2, 3, 7):
             for rows in counts:
                 for start in {0, 300 - rows}:
