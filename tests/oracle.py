@@ -223,7 +223,8 @@ def attention_floor(q, k, v, dtype, **options):
     seen = s.weight > 0
     of_score = np.where(seen, score_errors(s, **options), 0).max(axis=-1, initial=0)
     size = np.abs(np.where(seen, s.score, 0)).max(axis=-1, initial=0)
-    size = np.maximum(size, np.where(s.sink == -np.inf, 0, np.abs(s.sink)))
+    counts = (s.sink > -np.inf) & (s.sink >= s.lse - 750)  # its weight is not 0
+    size = np.maximum(size, np.where(counts, np.abs(s.sink), 0))
     of_sum = np.sqrt(S)
     terms = np.sqrt((s.weight**2) @ (s.v**2)).max(axis=-1, initial=0)
     common = np.sqrt(s.weight @ (s.v**2)).max(axis=-1, initial=0)

@@ -578,6 +578,23 @@ def test_scores_of_any_size():
             assert np.isfinite(got[0]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", PATHS.values(), ids=PATHS)
+def test_a_start_far_below_leaves_later_scores_all_their_bits(T, dtype):
+    """As if what lies so far below were not there: a finite bias on padding in front, or a sink."""
+    S, hidden, rows = 600, 300, np.ones((T, 1))
+    for low in (-1e3, -1e4, -1e9, -1e30, np.finfo(np.float32).min):
+        q, k, v = qkv(B=1, T=T, S=S, N=2, H=64, dtype=dtype)
+        bias = np.where(np.arange(S) < hidden, low, 0).astype(dtype)
+        shown = q, k[:, hidden:], v[:, hidden:]
+        for options in ({"bias": bias}, {"bias": rows * bias}, {"bias": bias, "softcap": 50.0}):
+            got = dot_product_attention(q, k, v, return_lse=True, **options)
+            del options["bias"]
+            check_attention(got, *shown, **options)
+        sinks = np.full(2, low)
+        check_attention(dot_product_attention(q, k, v, sinks=sinks, return_lse=True), q, k, v)
+
+
 def test_a_key_far_below_the_maximum_weighs_exactly_nothing():
     q, k, v = qkv(T=3, S=70, N=2, H=8)
     q[..., 0], k[..., 0] = 1, 0
@@ -1028,12 +1045,16 @@ def calls(draw):
         options["mask"] = draw(layouts(mask))
     if "bias" in some:
         bias = rng.standard_normal(draw(broadcast_shapes(B, N, T, S)))
+        if bias.ndim:
+            bias[..., : bias.shape[-1] // 2] += draw(st.sampled_from([0, -1e3, -3e4]))
         bias[rng.random(bias.shape) < draw(st.sampled_from([0, 0.2, 0.8]))] = -INF
         options["bias"] = draw(layouts(bias.astype(draw(st.sampled_from([*DTYPES, *HALVES])))))
     if "alibi_slopes" in some:
         options["alibi_slopes"] = rng.standard_normal(draw(st.sampled_from([(N,), (B, N)])))
     if "sinks" in some:
-        options["sinks"] = draw(st.sampled_from([np.full(N, -INF), 3 * rng.standard_normal(N)]))
+        options["sinks"] = draw(
+            st.sampled_from([np.full(N, -INF), np.full(N, -1e30), 3 * rng.standard_normal(N)])
+        )
     positioned = options["is_causal"] or options["local_window_size"] or "alibi_slopes" in some
     positioned = positioned or options["local_window_size"] == 0
     if positioned and T != S and options["query_offset"] is None:

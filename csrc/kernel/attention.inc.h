@@ -18,9 +18,9 @@
  *   weights  [row][TA_WEIGHT_STRIDE]          lanes along keys; panel p starts at p * attention_nr
  *
  * The maximum is lazy (row_max need not be the true one, only near it): scores start from -row_max,
- * and only a row with a score that exceeds it by TA_RAISE is rescaled. A row decides that alone, panel
- * by panel, so its bits do not depend on the rows beside it. Lanes of keys beyond the block's end hold
- * anything until they are hidden.
+ * and only a row with a score that exceeds it by TA_RAISE is rescaled, once its scores in this panel have
+ * been computed from 0. A row decides that alone, panel by panel, so its bits do not depend on the rows
+ * beside it. Lanes of keys beyond the block's end hold anything until they are hidden.
  */
 /* In units of log2. Few rows of real data rise so far above their first panel's maximum; weights, and the
  * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
@@ -49,26 +49,45 @@ TA_NOINLINE void hide_unseen(const ta_attention_tile *t, ptrdiff_t panel)
     }
 }
 
-/* Takes the rows that need it to a new maximum, and what they have summed up to this panel with it. */
+/* What the scores of a tile's rows start from. */
+#define starts TA_NAME(starts)
+typedef struct starts {
+    real of_row[TA_ACC_ROWS];
+    int whole;  /* bit i: the scores of row i start from 0, since its maximum is to be found */
+    int hidden; /* start_panel has hidden keys of some row */
+} starts;
+
+/* Takes the rows whose scores are whole to their maximum, and what they have summed up to this panel with
+ * it. Returns whether other rows rise: their scores have to be computed anew, since what is left of a score
+ * beside a far lower maximum may be no bit at all. */
 #define raise_rows TA_NAME(raise_rows)
-TA_NOINLINE void raise_rows(const ta_attention_tile *t, ptrdiff_t panel)
+TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *from)
 {
+    int again = 0;
     for (int i = 0; i < t->rows; i++) {
         real *scores = (real *)t->weights + i * TA_WEIGHT_STRIDE;
         real *row_max = (real *)t->row_max + i;
-        int unset = *row_max == -INFINITY;
         vec highest = vec_all(-INFINITY);
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
             highest = vec_max(vec_load(scores + j), highest);
-        real rise = vec_lanes_max(highest);
-        if (rise == -INFINITY || !(unset || rise > TA_RAISE))
+        real top = vec_lanes_max(highest);
+        if (!(from->whole >> i & 1)) {
+            if (top > TA_RAISE) {
+                from->of_row[i] = 0;
+                from->whole |= 1 << i;
+                again = 1;
+            }
             continue;
-        *row_max = unset ? rise : *row_max + rise;
+        }
+        if (top == -INFINITY)
+            continue;
+        const real before = *row_max;
+        *row_max = top > before ? top : before;
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
-            vec_store(scores + j, vec_load(scores + j) - vec_all(rise));
-        if (unset) /* what has been summed so far is zero, or NaN */
+            vec_store(scores + j, vec_load(scores + j) - vec_all(*row_max));
+        if (before == -INFINITY || before == *row_max) /* what has been summed is zero, or NaN; no rise */
             continue;
-        vec factor = vec_exp2(vec_all(-rise));
+        vec factor = vec_exp2(vec_all(before - *row_max));
         for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < panel; j += TA_VL)
             vec_store(scores + j, vec_load(scores + j) * factor);
         real *sum = (real *)t->row_sum + i * TA_VL;
@@ -77,25 +96,18 @@ TA_NOINLINE void raise_rows(const ta_attention_tile *t, ptrdiff_t panel)
         for (ptrdiff_t j = 0; j < t->v_columns; j += TA_VL)
             vec_store(out + j, vec_load(out + j) * factor);
     }
+    return again;
 }
-
-/* What the scores of a tile's rows start from. */
-#define starts TA_NAME(starts)
-typedef struct starts {
-    real of_row[TA_ACC_ROWS];
-    int unset;  /* some row has seen no key */
-    int hidden; /* start_panel has hidden keys of some row */
-} starts;
 
 #define start_scores TA_NAME(start_scores)
 TA_INLINE void start_scores(const int rows, const ta_attention_tile *t, starts *from)
 {
-    from->unset = from->hidden = 0;
+    from->whole = from->hidden = 0;
     for (int i = 0; i < rows; i++) {
         real row_max = ((const real *)t->row_max)[i];
-        int unset = row_max == -INFINITY;
+        int unset = row_max == -INFINITY; /* the row has seen no key */
         from->of_row[i] = unset ? 0 : -row_max;
-        from->unset |= unset;
+        from->whole |= unset << i;
     }
 }
 
@@ -129,7 +141,7 @@ TA_INLINE void start_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTOR
 {
     const ta_score_options *o = t->options;
     if (o != NULL && t->score_rows != NULL) {
-        from->hidden = start_panel(t, panel);
+        from->hidden = start_panel(t, panel, from->of_row);
         if (o->softcap == 0) {
             load_panel(rows, acc, (const real *)t->weights + panel, TA_WEIGHT_STRIDE);
         } else {
@@ -189,10 +201,11 @@ TA_INLINE void end_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS]
     }
 }
 
-/* From a panel's scores in registers to its weights in memory. */
+/* From a panel's scores in registers to its weights in memory. Returns 0, or 1 if it wants the scores from
+ * new starts first. */
 #define weigh_panel TA_NAME(weigh_panel)
-TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const ta_attention_tile *t,
-                           ptrdiff_t panel, starts *from)
+TA_INLINE int weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const ta_attention_tile *t,
+                          ptrdiff_t panel, starts *from)
 {
     real *weights = (real *)t->weights + panel;
     if (t->options != NULL)
@@ -205,11 +218,12 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
         for (int j = 0; j < TA_ATTENTION_NV; j++)
             highest = vec_max(acc[i][j], highest);
     }
-    if (hide || from->unset || vec_any_greater(highest, vec_all(TA_RAISE))) {
+    if (hide || from->whole || vec_any_greater(highest, vec_all(TA_RAISE))) {
         store_panel(rows, weights, TA_WEIGHT_STRIDE, acc);
         if (hide)
             hide_unseen(t, panel);
-        raise_rows(t, panel);
+        if (raise_rows(t, panel, from))
+            return 1;
         start_scores(rows, t, from);
         load_panel(rows, acc, weights, TA_WEIGHT_STRIDE);
     }
@@ -224,6 +238,7 @@ TA_INLINE void weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS],
         }
         vec_store((real *)t->row_sum + i * TA_VL, sum);
     }
+    return 0;
 }
 
 #define weigh_body TA_NAME(weigh_body)
@@ -233,10 +248,11 @@ TA_INLINE void weigh_body(const int rows, const ta_attention_tile *t)
     start_scores(rows, t, &from);
     for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
-        start_products(rows, acc, t, panel, &from);
-        outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1, TA_REAL,
-                       (const real *)t->k + panel * t->head_dim, TA_KEYS);
-        weigh_panel(rows, acc, t, panel, &from);
+        do {
+            start_products(rows, acc, t, panel, &from);
+            outer_products(acc, rows, TA_ATTENTION_NV, t->head_dim, t->q, t->q_stride, 1, TA_REAL,
+                           (const real *)t->k + panel * t->head_dim, TA_KEYS);
+        } while (weigh_panel(rows, acc, t, panel, &from));
     }
 }
 
@@ -320,14 +336,15 @@ TA_INLINE void few_body(const int rows, const int storage, const ta_attention_ti
                 memcpy(dots[i] + key, lanes + i * keys, keys * sizeof(real));
         }
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
-        start_products(rows, acc, t, panel, &from);
-        TA_UNROLL
-        for (int i = 0; i < rows; i++) {
+        do {
+            start_products(rows, acc, t, panel, &from);
             TA_UNROLL
-            for (int j = 0; j < TA_ATTENTION_NV; j++)
-                acc[i][j] += vec_load(dots[i] + j * TA_VL);
-        }
-        weigh_panel(rows, acc, t, panel, &from);
+            for (int i = 0; i < rows; i++) {
+                TA_UNROLL
+                for (int j = 0; j < TA_ATTENTION_NV; j++)
+                    acc[i][j] += vec_load(dots[i] + j * TA_VL);
+            }
+        } while (weigh_panel(rows, acc, t, panel, &from));
     }
 }
 

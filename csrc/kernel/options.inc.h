@@ -95,10 +95,10 @@ TA_INLINE void ask_panel(const ta_score_options *o, const ta_score_row *row, ptr
         __builtin_prefetch((const char *)row->mask + position * o->mask_stride, 0, 2);
 }
 
-/* What a panel's products are added to, into the panel's weights: all but the cap, less row_max, and -inf
- * for keys that a row does not see. Returns whether there are such. */
+/* What a panel's products are added to, into the panel's weights: what the row starts from and all but the
+ * cap, and -inf for keys that a row does not see. Returns whether there are such. */
 #define start_panel TA_NAME(start_panel)
-TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel)
+TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel, const real *of_row)
 {
     const ta_score_options *o = t->options;
     const ptrdiff_t position = t->key_start + panel, count = t->key_end - panel;
@@ -107,11 +107,10 @@ TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel)
         const ta_score_row *row = t->score_rows + i;
         ask_panel(o, row + t->rows, position);
         real *to = (real *)t->weights + i * TA_WEIGHT_STRIDE + panel;
-        real row_max = ((const real *)t->row_max)[i];
         vec start[TA_ATTENTION_NV];
         TA_UNROLL
         for (int j = 0; j < TA_ATTENTION_NV; j++)
-            start[j] = vec_all(row_max == -INFINITY ? 0 : -row_max);
+            start[j] = vec_all(of_row[i]);
         if (row->bias != NULL) {
             real copy[TA_KEYS];
             const real *bias = bias_at(o, row, position, count, copy);
