@@ -239,6 +239,16 @@ def test_too_large_a_call_is_refused_too():
         tileattn.explain(q, q, q, num_threads=2)
 
 
+@pytest.mark.any_isa
+def test_chunks_of_more_keys_than_an_int_counts():
+    """32 chunks of 512 keys, 32 of 1024, and so on: after 29 doublings some 2^43 keys."""
+    q = np.broadcast_to(np.float32(0), (1, 1, 1, 1))
+    S = 32 * ((512 << 29) - 512)
+    for beyond, chunks in ((0, 29 * 32), (1, 29 * 32 + 1)):
+        k = np.broadcast_to(q, (1, S + beyond, 1, 1))
+        assert tileattn.explain(q, k, k, num_threads=1).chunks == chunks
+
+
 def test_nothing_is_written():
     q, k, v = arrays()
     out = np.full(q.shape, 7, q.dtype)

@@ -570,7 +570,7 @@ cdef Py_ssize_t chunk_begin(Py_ssize_t chunk) noexcept nogil:
 
     32 chunks of 512 keys, 32 of 1024, and so on: their number grows with the logarithm of S.
     """
-    cdef Py_ssize_t level = chunk // 32, size = CHUNK << level
+    cdef Py_ssize_t level = chunk // 32, size = <Py_ssize_t>CHUNK << level
     return 32 * (size - CHUNK) + chunk % 32 * size
 
 
