@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from tests.kernels.kernels import PROTOTYPES, AttentionTile, GemmTile, MergeTile, Norm, Rope, State
+from tests.kernels.kernels import (
+    PROTOTYPES,
+    AttentionTile,
+    GemmTile,
+    MergeTile,
+    Norm,
+    Rope,
+    ScoreOptions,
+    ScoreRow,
+    State,
+)
 
 HEADER = Path(__file__).parents[2] / "csrc" / "tileattn.h"
 C_TYPES = {"int": c_int, "ptrdiff_t": c_ssize_t, "double": c_double}
@@ -24,6 +34,8 @@ def struct_body(name):
     "name, mirror",
     [
         ("ta_gemm_tile", GemmTile),
+        ("ta_score_options", ScoreOptions),
+        ("ta_score_row", ScoreRow),
         ("ta_attention_tile", AttentionTile),
         ("ta_state", State),
         ("ta_merge_tile", MergeTile),
@@ -51,6 +63,6 @@ def test_storages(kernels):
     own = {kernels.dtype}
     narrow = {np.dtype(bfloat16), np.dtype(np.float16)}
     stored = own | narrow if kernels.dtype == np.float32 else own
-    for name in ("pack_rows", "pack_columns", "finish_row", "merge_states"):
+    for name in ("pack_rows", "pack_columns", "finish_row", "store_row", "merge_states"):
         assert set(getattr(kernels, name)) == stored
     assert set(kernels.load_row) == narrow | {np.dtype(np.float32), np.dtype(np.float64)}
