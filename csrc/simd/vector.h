@@ -2,9 +2,9 @@
  *
  * Included by each simd/<isa>.h, once for an element type, after it has said TA_VECTOR_BYTES and
  * before it adds the few operations for which these types lose to an intrinsic: vec_max,
- * vec_any_greater, conversion from and to what `real` is stored as, and vec_lookup where there is a fast
- * one. `vec` is TA_VL lanes of `real`, `veci` as many integers of the same width (and what comparisons
- * give: all bits of a lane set, or none).
+ * vec_any_greater, vec_any_bit, conversion from and to what `real` is stored as, and vec_lookup where there
+ * is a fast one. `vec` is TA_VL lanes of `real`, `veci` as many integers of the same width (and what
+ * comparisons give: all bits of a lane set, or none).
  */
 
 #define vec TA_NAME(vec)
