@@ -25,6 +25,9 @@
 /* In units of log2. Few rows of real data rise so far above their first panel's maximum; weights, and the
  * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
 #define TA_RAISE 8
+/* From here on a maximum has too few bits behind the binary point for scores to start from it: they start
+ * from 0, lose what they lose, and are taken relative to it in the end, the same in every panel. */
+#define TA_FAR (TA_BITS == 32 ? 0x1p16 : 0x1p45)
 
 /* Sets a panel's scores outside [first, last), or of keys that the tile leaves out, to -inf. */
 #define hide_unseen TA_NAME(hide_unseen)
@@ -53,7 +56,7 @@ TA_NOINLINE void hide_unseen(const ta_attention_tile *t, ptrdiff_t panel)
 #define starts TA_NAME(starts)
 typedef struct starts {
     real of_row[TA_ACC_ROWS];
-    int whole;  /* bit i: the scores of row i start from 0, since its maximum is to be found */
+    int whole;  /* bit i: the scores of row i start from 0, and its maximum is taken off in the end */
     int hidden; /* start_panel has hidden keys of some row */
 } starts;
 
@@ -105,9 +108,9 @@ TA_INLINE void start_scores(const int rows, const ta_attention_tile *t, starts *
     from->whole = from->hidden = 0;
     for (int i = 0; i < rows; i++) {
         real row_max = ((const real *)t->row_max)[i];
-        int unset = row_max == -INFINITY; /* the row has seen no key */
-        from->of_row[i] = unset ? 0 : -row_max;
-        from->whole |= unset << i;
+        int near = -TA_FAR < row_max && row_max < TA_FAR; /* or far, or the row has seen no key, or NaN */
+        from->of_row[i] = near ? -row_max : 0;
+        from->whole |= !near << i;
     }
 }
 
