@@ -162,7 +162,7 @@ class CacheParameters:
         own = (self.num_kv_heads, self.head_dim, self.v_head_dim)
         if own != heads:
             raise ValueError(f"{name} has (K, H, Hv) = {own}, but this block has {heads}")
-        check_stored_type(f"{name} has dtype {self.dtype}", self.dtype, dtype)
+        check_stored_type(f"{name}.dtype", self.dtype, dtype)
 
     def span(self) -> CacheSpan:
         """What it holds."""
@@ -873,11 +873,11 @@ def check_array(
     return np.broadcast_to(once.astype(native), array.shape)
 
 
-def check_stored_type(what: str, stored: np.dtype[Any], dtype: np.dtype[Any]) -> None:
-    """Raise unless a cache of that type is for arithmetic in `dtype`; `what` opens the message."""
+def check_stored_type(name: str, stored: np.dtype[Any], dtype: np.dtype[Any]) -> None:
+    """Raise unless a cache of that type is for arithmetic in `dtype`."""
     if arithmetic_type(stored) != dtype:
         halves = ", float16 or bfloat16" if dtype == np.float32 else ""
-        raise TypeError(f"{what}, expected {dtype}{halves}")
+        raise TypeError(f"{name} is {stored}, expected {dtype}{halves}")
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:

@@ -665,7 +665,7 @@ class AttentionBlock(SetOnce):
         counts = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
         threads = resolve_threads(num_threads)
         cache = KVCache(B, max(S, 1), *self._kv_heads, self.dtype if dtype is None else dtype)
-        check_stored_type(f"dtype is {cache.dtype}", cache.dtype, self.dtype)
+        check_stored_type("dtype", cache.dtype, self.dtype)
         span = cache.longer_span("context", S, counts)
         _, angles = self._angles(context, None, None, True)
         self._core.fill(context, span, angles, threads)
