@@ -39,7 +39,14 @@ cdef extern from *:
     """
     static const double LOG2_E = 1.4426950408889634074;
     static const double MINUS_INFINITY = -1.0 / 0.0;
+
+    /* Between two loops of a region: Cython's `prange` does not wait (omp for nowait). */
+    static void wait_for_all(void)
+    {
+        _Pragma("omp barrier")
+    }
     """
+    void wait_for_all() noexcept nogil
     const double LOG2_E
     const double MINUS_INFINITY
     const Py_ssize_t PY_SSIZE_T_MAX
@@ -1879,6 +1886,8 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
             for i in prange(items, schedule="dynamic"):
                 item_in_turn(turns, count, i, workspace + threadid() * each)
                 items_done += 1
+            if merges:
+                wait_for_all()
             for i in prange(merges, schedule="static"):
                 merge_in_turn(turns, count, i)
                 merges_done += 1
@@ -2155,6 +2164,7 @@ cdef class Block:
         with nogil, parallel(num_threads=threads):
             for i in prange(items, schedule="dynamic"):
                 gemm_item(&g, i, workspace + threadid() * each)
+            wait_for_all()
             for i in prange(heads_items, schedule="static"):
                 finish_item(&g, i, heads_items)
         give_scratch(scratch)
@@ -2294,31 +2304,36 @@ cdef class Block:
 
         now[0] = omp_get_wtime()
         with nogil, parallel(num_threads=threads):
-            # Each loop waits for all threads at its end, even one without items.
             if pre_items:
                 for i in prange(pre_items, schedule="static"):
                     norm_item(&pre_norm, i, pre_items)
+                wait_for_all()
             for i in prange(q_items + kv_items, schedule="dynamic"):
                 if i < q_items:
                     gemm_item(&q_gemm, i, workspace + threadid() * each)
                 else:
                     gemm_item(&kv_gemm, i - q_items, workspace + threadid() * each)
+            wait_for_all()
             if heads_items:
                 for i in prange(heads_items, schedule="static"):
                     finish_item(&q_gemm, i, heads_items)
                     finish_item(&kv_gemm, i, heads_items)
+                wait_for_all()
             if threadid() == 0:
                 now[1] = omp_get_wtime()
             for i in prange(a_items, schedule="dynamic"):
                 attention_item(&a, i, workspace + threadid() * each)
+            wait_for_all()
             if a_merges:
                 for i in prange(a_merges, schedule="static"):
                     merge_item(&a, i)
+                wait_for_all()
             if threadid() == 0:
                 now[2] = omp_get_wtime()
             for i in prange(o_items, schedule="dynamic"):
                 gemm_item(&o_gemm, i, workspace + threadid() * each)
             if post_items:
+                wait_for_all()
                 for i in prange(post_items, schedule="static"):
                     finish_item(&o_gemm, i, post_items)
         now[3] = omp_get_wtime()
