@@ -52,7 +52,7 @@ typedef struct ta_score_options {
     int bias_storage;
     ptrdiff_t bias_stride; /* from key to key */
     ptrdiff_t mask_stride;
-    const void *key_bias; /* [key], times log2(e), of all rows alike; -inf hides; NULL for none */
+    const void *key_bias; /* [key], of all rows alike; -inf hides; NULL for none */
 } ta_score_options;
 
 /* What changes those of one row. */

@@ -376,6 +376,47 @@ def test_what_masks_and_biases_hide_changes_no_bit(T, bad):
                 assert same_bits(a, b)
 
 
+def test_a_double_bias_beyond_float_does_not_hide():
+    for T, S in ((1, 40), (40, 300)):
+        q, k, v = qkv(T=T, S=S, N=2)
+        keys = np.where(np.arange(S) < 7, 0, np.finfo(np.float64).min)
+        mean = np.broadcast_to(v.mean(axis=1, keepdims=True, dtype=np.float64), q.shape)
+        for shape in ((S,), (2, T, S)):
+            bias = np.broadcast_to(keys, shape).copy()
+            expected = dot_product_attention(q, k[:, :7], v[:, :7])
+            np.testing.assert_allclose(
+                dot_product_attention(q, k, v, bias=bias), expected, atol=1e-6
+            )
+            bias[...] = np.finfo(np.float64).min
+            out = dot_product_attention(q, k, v, bias=bias)
+            np.testing.assert_allclose(out, mean, rtol=0, atol=64 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_how_a_bias_is_broadcast(dtype):
+    for T, S in ((4, 300), (40, 300), (150, 600)):
+        q, k, v = qkv(T=T, S=S, N=2, dtype=dtype)
+        bias = random(5, S, dtype=dtype)
+        bias[::7] = -INF
+        expected = dot_product_attention(q, k, v, bias=bias)
+        for shape in ((T, S), (2, T, S), (2, 1, S)):
+            given = np.broadcast_to(bias, shape).copy()
+            assert same_bits(dot_product_attention(q, k, v, bias=given), expected)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**6, 2.0**10, 2.0**20, 2.0**40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_keys_weigh_the_same_however_large_their_score(size, dtype):
+    for T, S in ((1, 1100), (40, 300), (200, 600)):
+        q, k, v = qkv(T=T, S=S, N=2, H=64, dtype=dtype)
+        k[...] = k[:, :1]
+        q *= dtype(size)
+        mean = np.broadcast_to(v.mean(axis=1, keepdims=True, dtype=np.float64), q.shape)
+        out = dot_product_attention(q, k, v)
+        # Below a maximum of 128 scores start from it, and a panel's may differ by a unit there.
+        np.testing.assert_allclose(out, mean, rtol=0, atol=192 * np.finfo(dtype).eps)
+
+
 def test_the_lowest_bias_everywhere_does_not_hide():
     """A number so large takes in any score beside it: all keys weigh the same."""
     for dtype, T, S in itertools.product(DTYPES, (2, 40, 200), (9, 300, 1100)):
@@ -387,6 +428,8 @@ def test_the_lowest_bias_everywhere_does_not_hide():
             # A sum of S values of size 1 and less, of blocks' sums.
             np.testing.assert_allclose(out, mean, rtol=0, atol=64 * np.finfo(dtype).eps)
             np.testing.assert_allclose(lse, bias.flat[0], rtol=1e-6)
+            high = dot_product_attention(q, k, v, bias=-bias)
+            np.testing.assert_allclose(high, mean, rtol=0, atol=64 * np.finfo(dtype).eps)
             if bias.flat[0] == low:  # as far as the LSE tells
                 weights = tileattn.attention_weights(q, k, lse, bias=bias)
                 np.testing.assert_array_equal(weights, 1)

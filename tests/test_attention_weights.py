@@ -111,6 +111,14 @@ def test_any_lse_is_taken_as_it_is(shift, dtype):
         check_weights(attention_weights(q, k, lse, reduce=reduce), q, k, lse, reduce=reduce)
 
 
+def test_hidden_keys_weigh_nothing_beside_infinite_weights():
+    q, k, lse = arrays(T=21, S=530)
+    mask = np.arange(530) % 3 > 0
+    weights = attention_weights(q, k, lse - np.float32(120), mask=mask)
+    assert (weights[..., mask] == np.inf).all()
+    assert (weights[..., ~mask] == 0).all()
+
+
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_rows_without_lse_give_zeros_whatever_they_hold(reduce):
     q, k, lse = arrays(T=40, S=300)

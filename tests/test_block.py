@@ -379,7 +379,7 @@ def test_bits_do_not_depend_on_threads_or_batch(is_modern, dtype):
     for b in range(9):
         assert same_bits(block(x[b]), whole[b])
     # Causal: what follows a row does not reach it.
-    for T in (8, 17, 59):
+    for T in (9, 17, 59):  # 8 would be few rows
         assert same_bits(block(x[:, :T].copy()), np.ascontiguousarray(whole[:, :T]))
 
 

@@ -26,8 +26,9 @@
  * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
 #define TA_RAISE 8
 /* From here on a maximum has too few bits behind the binary point for scores to start from it: they start
- * from 0, lose what they lose, and are taken relative to it in the end, the same in every panel. */
-#define TA_FAR (TA_BITS == 32 ? 0x1p16 : 0x1p45)
+ * from 0, lose what they lose, and are taken relative to it in the end, so that equal keys weigh the same
+ * in every panel. */
+#define TA_FAR 128
 
 /* Sets a panel's scores outside [first, last), or of keys that the tile leaves out, to -inf. */
 #define hide_unseen TA_NAME(hide_unseen)
@@ -85,7 +86,7 @@ TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *
         if (top == -INFINITY)
             continue;
         const real before = *row_max;
-        *row_max = top > before ? top : before;
+        *row_max = before == -INFINITY || top > before + TA_RAISE ? top : before;
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
             vec_store(scores + j, vec_load(scores + j) - vec_all(*row_max));
         if (before == -INFINITY || before == *row_max) /* what has been summed is zero, or NaN; no rise */
@@ -169,7 +170,7 @@ TA_INLINE void start_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTOR
     for (int i = 0; i < rows; i++) {
         TA_UNROLL
         for (int j = 0; j < TA_ATTENTION_NV; j++)
-            acc[i][j] += vec_load((const real *)o->key_bias + panel + j * TA_VL);
+            acc[i][j] += vec_load((const real *)o->key_bias + panel + j * TA_VL) * vec_all((real)TA_LOG2_E);
     }
 }
 
@@ -483,6 +484,13 @@ static void TA_NAME(value_tile)(const ta_attention_tile *t)
 #undef TA_INSTANCE
 #undef TA_ENTRY
 
+/* A weight of 0 is 0 whatever the factor: that may be inf. */
+#define scale_weights TA_NAME(scale_weights)
+TA_INLINE vec scale_weights(vec weights, vec factor)
+{
+    return vec_select((veci)(weights == vec_all(0)), weights, weights * factor);
+}
+
 /* Weights relative to what the rows started from: takes back what raise_rows has done meanwhile. */
 static void TA_NAME(settle_weights)(const ta_attention_tile *t, const void *starts)
 {
@@ -494,9 +502,9 @@ static void TA_NAME(settle_weights)(const ta_attention_tile *t, const void *star
         *row_max = start;
         real *weights = (real *)t->weights + i * TA_WEIGHT_STRIDE;
         for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < t->key_end; j += TA_VL)
-            vec_store(weights + j, vec_load(weights + j) * factor);
+            vec_store(weights + j, scale_weights(vec_load(weights + j), factor));
         real *sum = (real *)t->row_sum + i * TA_VL;
-        vec_store(sum, vec_load(sum) * factor);
+        vec_store(sum, scale_weights(vec_load(sum), factor));
     }
 }
 
@@ -563,7 +571,7 @@ TA_INLINE void finish_row_body(const int storage, char *dst, ptrdiff_t column_st
     if (lse != NULL)
         *lse = (real)((*row_max + log2((double)sum)) * 0.693147180559945309417);
     if (lse != NULL && TA_LOWEST <= *row_max && *row_max <= TA_LOWEST * (real)0.999999)
-        *lse = TA_LOWEST; /* add_bias has raised it to there */
+        *lse = TA_LOWEST; /* bound_bias has raised it to there */
 }
 
 #define TA_INSTANCE(STORAGE, NAME)                                                              \

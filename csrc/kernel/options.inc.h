@@ -29,6 +29,16 @@ TA_INLINE ptrdiff_t bias_size(const ta_score_options *o)
     return sizes[o->bias_storage];
 }
 
+#if TA_BITS == 32
+#define bound_double TA_NAME(bound_double)
+TA_INLINE float bound_double(double number)
+{
+    if (number == INFINITY || number == -INFINITY)
+        return (float)number;
+    return number < 0 ? -FLT_MAX : FLT_MAX;
+}
+#endif
+
 /* A row's bias from a position on, where it lies or in `copy`; -inf behind the `count` that there are. */
 #define bias_at TA_NAME(bias_at)
 TA_INLINE const real *bias_at(const ta_score_options *o, const ta_score_row *row, ptrdiff_t position,
@@ -45,6 +55,12 @@ TA_INLINE const real *bias_at(const ta_score_options *o, const ta_score_row *row
     } else {
         load_bias_row[o->bias_storage](copy, from, count, o->bias_stride);
     }
+#if TA_BITS == 32
+    if (o->bias_storage == TA_OTHER_REAL)
+        for (ptrdiff_t j = 0; j < count; j++)
+            if (copy[j] == INFINITY || copy[j] == -INFINITY) /* or a finite number beyond float */
+                copy[j] = bound_double(((const double *)from)[j * o->bias_stride]);
+#endif
     for (ptrdiff_t j = count; j < TA_KEYS; j++)
         copy[j] = -INFINITY;
     return copy;
@@ -63,13 +79,14 @@ TA_INLINE const unsigned char *mask_at(const ta_score_options *o, const ta_score
     return copy;
 }
 
-/* start + bias in log2 units. Finite biases stay finite, so that a row of the lowest number is one of
- * equals: -inf alone hides. */
-#define add_bias TA_NAME(add_bias)
-TA_INLINE vec add_bias(vec start, vec bias)
+/* Finite biases stay finite in log2 units, so that a row of the lowest number is one of equals: -inf alone
+ * hides. */
+#define bound_bias TA_NAME(bound_bias)
+TA_INLINE vec bound_bias(vec bias)
 {
-    vec sum = start + vec_max(vec_all(TA_LOWEST * (real)0.6931471), bias) * vec_all((real)TA_LOG2_E);
-    return vec_select((veci)(bias == vec_all(-INFINITY)), vec_all(-INFINITY), sum);
+    const vec lowest = vec_all(TA_LOWEST * (real)0.6931471);
+    vec bound = -vec_max(lowest, -vec_max(lowest, bias));
+    return vec_select((veci)(vec_size(bias) == vec_all(INFINITY)), bias, bound);
 }
 
 #define cap_scores TA_NAME(cap_scores)
@@ -116,12 +133,13 @@ TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel, const r
             const real *bias = bias_at(o, row, position, count, copy);
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++)
-                start[j] = add_bias(start[j], vec_load(bias + j * TA_VL));
+                start[j] += bound_bias(vec_load(bias + j * TA_VL)) * vec_all((real)TA_LOG2_E);
         }
         if (o->key_bias != NULL) {
             TA_UNROLL
             for (int j = 0; j < TA_ATTENTION_NV; j++)
-                start[j] += vec_load((const real *)o->key_bias + panel + j * TA_VL);
+                start[j] +=
+                    vec_load((const real *)o->key_bias + panel + j * TA_VL) * vec_all((real)TA_LOG2_E);
         }
         if (row->slope != 0) {
             /* Positions need not fit into a lane's integer. */
@@ -220,7 +238,7 @@ static int TA_NAME(load_key_options)(void *dst, const ta_score_options *o, const
         const real *bias = row->bias == NULL ? NULL : bias_at(o, row, position, count, bias_copy);
         const unsigned char *mask = row->mask == NULL ? NULL : mask_at(o, row, position, count, mask_copy);
         for (int j = 0; j < TA_ATTENTION_NV; j++) {
-            vec add = bias == NULL ? vec_all(0) : add_bias(vec_all(0), vec_load(bias + j * TA_VL));
+            vec add = bias == NULL ? vec_all(0) : bound_bias(vec_load(bias + j * TA_VL));
             if (mask != NULL)
                 add = vec_select(vec_any_bit(mask + j * TA_VL), add, vec_all(-INFINITY));
             vec_store(key_bias + panel + j * TA_VL, add);
