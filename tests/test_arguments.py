@@ -1004,6 +1004,7 @@ LINEAR_FAULTS = {
     "no w_o": ({"w_o": None}, TypeError, ["w_o"]),
     "no w_v": ({"w_v": None}, TypeError, ["w_v", "w_qkv"]),
     "rows of w_q": ({"w_q": random(0, N * H + 1, D)}, ValueError, ["w_q", "4 heads", (33, D)]),
+    "heads forgotten": ({"num_kv_heads": None}, ValueError, ["w_k", "16 rows", "num_kv_heads"]),
     "axes of w_k": ({"w_k": random(0, K, H, D)}, ValueError, ["w_k", (K, H, D)]),
     "columns of w_o": ({"w_o": random(0, D, 23)}, ValueError, ["w_o", "24", (D, 23)]),
     "b_q": ({"b_q": random(0, 9)}, ValueError, ["b_q", (9,), "(32,)"]),

@@ -409,6 +409,7 @@ def test_a_ring_says_what_it_has_overwritten():
         ({"window": 0}, ValueError, ["window"]),
         ({"window": 9}, ValueError, ["capacity", "window = 9", "8"]),
         ({"dtype": np.int32}, TypeError, ["dtype", "int32"]),
+        ({"dtype": "bf16"}, TypeError, ["dtype", "bfloat16", "bf16"]),
         ({"capacity": 1 << 50}, MemoryError, []),
         ({"capacity": 1 << 62, "head_dim": 1 << 62}, MemoryError, []),
     ],

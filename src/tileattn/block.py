@@ -751,6 +751,11 @@ def _from_linear_arguments(
         return array.T.reshape(array.shape[1], count, -1)
 
     q, k, v = heads("w_q", w_q, N), heads("w_k", w_k, K), heads("w_v", w_v, K)
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"w_k has {K * k.shape[2]} rows, expected K * H = {K} * {q.shape[2]} with K the "
+            f"num_kv_heads (by default num_heads); matrices are [out, in]"
+        )
     o = check_array("w_o", w_o)
     if o.ndim != 2 or o.shape[1] != N * v.shape[2]:
         raise ValueError(

@@ -507,8 +507,15 @@ def _check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
         try:
             from ml_dtypes import bfloat16 as dtype
         except ImportError:
-            raise TypeError("dtype 'bfloat16' needs the package ml_dtypes") from None
-    native = np.dtype(dtype).newbyteorder("=")
+            raise TypeError(
+                "dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes"
+            ) from None
+    try:
+        native = np.dtype(dtype).newbyteorder("=")
+    except TypeError:
+        raise TypeError(
+            f"dtype must be float16, bfloat16, float32 or float64, not {dtype!r}"
+        ) from None
     if native not in FLOAT_TYPES and not is_half(native):
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, not {native}")
     return native
