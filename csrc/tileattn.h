@@ -139,13 +139,14 @@ typedef struct ta_rope {
 
 typedef struct ta_kernels {
     int itemsize;
-    int vl;           /* lanes of a vector */
-    int gemm_mr;      /* rows of a register tile */
-    int gemm_nr;      /* columns of a packed panel; those of the last one are rounded up to vl */
-    int gemm_mc;      /* rows of a packed block of A */
-    int walk_rows;    /* up to which rows a tile may take several panels */
-    int attention_mr; /* rows of a score tile */
-    int attention_nr; /* keys of a packed panel */
+    int vl;              /* lanes of a vector */
+    int gemm_mr;         /* rows of a register tile */
+    int gemm_nr;         /* columns of a packed panel; those of the last one are rounded up to vl */
+    int gemm_mc;         /* rows of a packed block of A */
+    int walk_rows;       /* up to which rows a tile may take several panels */
+    int attention_mr;    /* rows of a score tile */
+    int attention_nr;    /* keys of a packed panel */
+    double lowest_score; /* in log2 units, that of a key with the lowest bias */
 
     /* The kernels that meet a caller's array, by its ta_storage. In the table for double those for TA_BF16
      * and TA_F16 are NULL, as are those for TA_OTHER_REAL everywhere; load_row has all four. */

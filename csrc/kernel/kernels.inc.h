@@ -60,6 +60,7 @@ const ta_kernels TA_NAME(kernels) = {
     .walk_rows = TA_WALK_ROWS,
     .attention_mr = TA_ATTENTION_MR,
     .attention_nr = TA_ATTENTION_NV * TA_VL,
+    .lowest_score = TA_LOWEST_BIAS * (real)TA_LOG2_E,
     .pack_rows = {TA_EACH_STORAGE(TA_ENTRY, pack_rows)},
     .pack_columns = {TA_EACH_STORAGE(TA_ENTRY, pack_columns)},
     .load_row = {TA_EACH_SOURCE(TA_ENTRY, load_row)},

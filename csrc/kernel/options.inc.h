@@ -81,10 +81,11 @@ TA_INLINE const unsigned char *mask_at(const ta_score_options *o, const ta_score
 
 /* Finite biases stay finite in log2 units, so that a row of the lowest number is one of equals: -inf alone
  * hides. */
+#define TA_LOWEST_BIAS (TA_LOWEST * (real)0.6931471)
 #define bound_bias TA_NAME(bound_bias)
 TA_INLINE vec bound_bias(vec bias)
 {
-    const vec lowest = vec_all(TA_LOWEST * (real)0.6931471);
+    const vec lowest = vec_all(TA_LOWEST_BIAS);
     vec bound = -vec_max(lowest, -vec_max(lowest, bias));
     return vec_select((veci)(vec_size(bias) == vec_all(INFINITY)), bias, bound);
 }

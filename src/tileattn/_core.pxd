@@ -108,6 +108,7 @@ cdef extern from "tileattn.h" nogil:
         int gemm_nr
         int gemm_mc
         int walk_rows
+        double lowest_score
         int attention_mr
         int attention_nr
         void (*pack_rows[TA_STORAGES])(void *dst, const void *const *rows, int count, Py_ssize_t depth,

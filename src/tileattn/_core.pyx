@@ -24,7 +24,6 @@ from cpython.buffer cimport (
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport qsort
-from libc.float cimport DBL_MAX, FLT_MAX
 from libc.string cimport memcpy, memset
 
 cdef extern from "omp.h" nogil:
@@ -1090,10 +1089,7 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
                         Py_ssize_t rows) noexcept nogil:
     """Has the scores of an item's rows start from minus their LSE. Rows without one see nothing."""
     cdef Py_ssize_t i, t, n, itemsize = a.kernels.itemsize
-    # The score that the lowest bias gives: the LSE of a row of nothing else.
-    cdef double lse, lowest = -DBL_MAX * 0.6931471 * LOG2_E
-    if itemsize == 4:
-        lowest = <float>(<float>(-FLT_MAX * <float>0.6931471) * <float>LOG2_E)
+    cdef double lse
     for i in range(rows):
         t = (s.first_row + i) // a.group
         n = head * a.group + (s.first_row + i) % a.group
@@ -1101,7 +1097,7 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
         if lse == MINUS_INFINITY:
             lse = 0
             s.first[i] = s.last[i] = 0
-        set_number(a, s.first_chunk.row_max, i, max(lse * LOG2_E, lowest))
+        set_number(a, s.first_chunk.row_max, i, max(lse * LOG2_E, a.kernels.lowest_score))
     memset(s.first_chunk.row_sum, 0, rows * a.kernels.vl * itemsize)
     memcpy(s.weights_from, s.first_chunk.row_max, rows * itemsize)
 

@@ -113,8 +113,8 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T + bias) v``, without a T x S matrix of scores.
 
-    Query head n uses key/value head ``n // (N / K)``. Working memory is one to a few megabytes a
-    thread, whatever T and S are.
+    Query head n uses key/value head ``n // (N / K)``. Working memory is a megabyte or so a thread,
+    whatever T and S are; `explain` says how much.
 
     Parameters
     ----------
