@@ -53,18 +53,14 @@ TA_INLINE void gemm_finish(const int rows, const int vectors, vec acc[TA_ACC_ROW
         gemm_store(t, products, width);
 }
 
-/* Bytes that are prefetched in one lot, and the fewest and most steps between two lots. In lots of 6 KiB,
- * 8 rows waited for memory and computed in turns, at 61% of the bandwidth; lots of 512 bytes reach 76%, of
- * 256 bytes 84%. */
-#define TA_GEMM_LOT 256
-#define TA_GEMM_PART_MIN 2
-#define TA_GEMM_PART_MAX 32
+/* Steps between two lots of prefetching. What stands between the parts costs as much as a step: parts of 2
+ * took 20-50% longer where B lies in the second-level cache. Parts of 4 are no faster. */
+#define TA_GEMM_STEPS 8
 
 #define gemm_body TA_NAME(gemm_body)
 TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *t)
 {
     const int width = vectors * TA_VL;
-    real *c = t->c;
     vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -72,25 +68,28 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    /* The slice is worked in parts, and each part asks for its share of C and of what comes next: more
-     * misses at once would fill the line buffers, and A and B, which come from the second-level cache
-     * through the same buffers, would wait. */
-    ptrdiff_t step = TA_GEMM_LOT * t->depth / (t->next_bytes + 1);
-    step = step < TA_GEMM_PART_MIN ? TA_GEMM_PART_MIN : step > TA_GEMM_PART_MAX ? TA_GEMM_PART_MAX : step;
-    const ptrdiff_t parts = (t->depth + step - 1) / step;
-    ptrdiff_t next = 0, row = 0;
+    /* Each part of the slice asks for its share of C and of what comes next: more misses at once would
+     * fill the line buffers, and A and B, which come from the second-level cache through the same
+     * buffers, would wait. */
+    const real *a = t->a, *b = t->b;
+    const ptrdiff_t parts = t->depth / TA_GEMM_STEPS;
+    const char *next = t->next, *stop = next;
+    const ptrdiff_t share = parts ? t->next_bytes / parts : 0;
+    const real *c = t->c;
     for (ptrdiff_t part = 0; part < parts; part++) {
-        for (; row * parts < (part + 1) * rows && row < rows; row++) {
+        if (part < rows) {
             TA_UNROLL
-            for (int j = 0; j < width * (int)sizeof(real); j += TA_CACHE_LINE)
-                __builtin_prefetch((char *)(c + row * t->c_stride) + j, 1, 3);
+            for (int j = 0; j < width; j += TA_CACHE_LINE / (int)sizeof(real))
+                __builtin_prefetch(c + j, 1, 3);
+            c += t->c_stride;
         }
-        for (; next * parts < (part + 1) * t->next_bytes; next += TA_CACHE_LINE)
-            __builtin_prefetch((const char *)t->next + next, 0, 2);
-        ptrdiff_t p = part * step, left = t->depth - p;
-        outer_products(acc, rows, vectors, left < step ? left : step, (const real *)t->a + p * rows, 1,
-                       rows, TA_REAL, (const real *)t->b + p * width, width);
+        for (stop += share; next < stop; next += TA_CACHE_LINE)
+            __builtin_prefetch(next, 0, 2);
+        outer_products(acc, rows, vectors, TA_GEMM_STEPS, a, 1, rows, TA_REAL, b, width);
+        a += TA_GEMM_STEPS * rows;
+        b += TA_GEMM_STEPS * width;
     }
+    outer_products(acc, rows, vectors, t->depth % TA_GEMM_STEPS, a, 1, rows, TA_REAL, b, width);
     gemm_finish(rows, vectors, acc, t);
 }
 
