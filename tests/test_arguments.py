@@ -9,14 +9,18 @@ import pytest
 from tests.oracle import HALVES, LAYOUTS, WRITABLE, random, same_bits
 from tileattn import (
     AttentionBlock,
+    KVCache,
     LayerNorm,
     RMSNorm,
     Rope,
     RopeScaling,
     apply_rope,
     attention_block,
+    attention_weights,
     dot_product_attention,
+    explain,
     reference,
+    varlen_attention,
 )
 from tileattn._arguments import check_attention, check_num_threads, overlaps, overlaps_itself
 
@@ -258,7 +262,7 @@ ATTENTION_FAULTS = {
     "negative softcap": ({"softcap": -1.0}, ValueError, ["softcap", "-1.0"]),
     "infinite softcap": ({"softcap": float("inf")}, ValueError, ["softcap", "inf"]),
     "softcap below float32": ({"softcap": 1e-46}, ValueError, ["softcap", "1e-46", "1.18e-38"]),
-    "softcap beyond float32": ({"softcap": 1e39}, ValueError, ["softcap", "1e+39", "3.4e+38"]),
+    "softcap beyond float32": ({"softcap": 1e39}, ValueError, ["softcap", "1e+39", "2.36e+38"]),
     "softcap as text": ({"softcap": "30"}, TypeError, ["softcap", "'30'"]),
     "negative window": (
         {"local_window_size": -1},
@@ -324,6 +328,7 @@ ATTENTION_FAULTS = {
     "sinks as NaN": ({"sinks": np.full(N, np.nan)}, ValueError, ["sinks", "finite", "nan"]),
     "infinite sinks": ({"sinks": np.full(N, np.inf)}, ValueError, ["sinks", "-inf", "inf"]),
     "sinks beyond float32": ({"sinks": np.full(N, 1e39)}, ValueError, ["sinks", "float32"]),
+    "sinks below float32": ({"sinks": np.full(N, -1e39)}, ValueError, ["sinks", "float32", "-inf"]),
     "no threads": ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
     "negative threads": ({"num_threads": -2}, ValueError, ["num_threads", "-2"]),
     "too many threads": ({"num_threads": 10**6}, ValueError, ["num_threads", "1024", 10**6]),
@@ -525,6 +530,40 @@ def test_softcap_is_a_number():
         assert checked_attention(**attention_arguments(), softcap=given).scores.softcap == cap
     wide = {name: array.astype(F64) for name, array in attention_arguments().items()}
     assert checked_attention(**wide, softcap=1e-46).scores.softcap == 1e-46
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("name", ["scale", "softcap", "alibi_slopes", "sinks"])
+def test_options_are_finite_in_units_of_log2(name, dtype):
+    """Scores count in these: up to their largest number, all give what the reference gives."""
+    q = np.zeros((1, 1, 2, 4), dtype)
+    k, v = (random(i, 1, 1, 1, 4, dtype=dtype) for i in (1, 2))
+    cache = KVCache(1, 4, num_kv_heads=1, head_dim=4, dtype=dtype)
+    cache.append(k, v)
+    starts = [0, 1]
+    weights = [np.ones(shape, dtype) for shape in ((4, 2, 4), (4, 1, 4), (4, 1, 4), (2, 4, 4))]
+    calls = {
+        "dot_product_attention": lambda **o: dot_product_attention(q, k, v, **o),
+        "varlen_attention": lambda **o: varlen_attention(q[0], k[0], v[0], starts, starts, **o),
+        "attend": lambda **o: cache.attend(q, **o),
+        "explain": lambda **o: explain(q, k, v, **o),
+        "reference": lambda **o: reference.dot_product_attention(q, k, v, **o),
+    }
+    if name != "sinks":
+        calls["weights"] = lambda **o: attention_weights(q, k, np.zeros((1, 1, 2), dtype), **o)
+    if name != "alibi_slopes":
+        calls["block"] = lambda **o: AttentionBlock(*weights, **o)
+    limit = float(np.finfo(dtype).max) * 0.693147
+    for sign in (1, -1)[: 1 if name == "softcap" else 2]:
+        number = np.full(2, sign * limit) if name.endswith("s") else sign * limit
+        got = dot_product_attention(q, k, v, **{name: number}, return_lse=True)
+        expected = reference.dot_product_attention(q, k, v, **{name: number}, return_lse=True)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        for call in calls.values():
+            call(**{name: number})
+            beyond = {name: number * 1.00001}
+            refused(lambda call=call, o=beyond: call(**o), ValueError, name, "e+3")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

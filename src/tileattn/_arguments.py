@@ -5,6 +5,7 @@ A message names the argument, what came and what was expected.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -930,10 +931,22 @@ def check_at_least(name: str, value: Any, least: float) -> float:
     return number
 
 
-def check_scale(scale: float | None, H: int) -> float:
+@functools.cache
+def largest_score(dtype: np.dtype[Any]) -> float:
+    """What is still finite in units of log2, in which the arithmetic for that dtype counts."""
+    return 0.6931471 * float(np.finfo(arithmetic_type(dtype)).max)
+
+
+def check_scale(scale: float | None, H: int, dtype: np.dtype[Any]) -> float:
     if scale is None:
         return 1.0 / math.sqrt(H) if H else 1.0
-    return check_real("scale", scale)
+    number, largest = check_real("scale", scale), largest_score(dtype)
+    if abs(number) > largest:
+        raise ValueError(
+            f"scale must lie between {-largest:.3g} and {largest:.3g} in "
+            f"{arithmetic_type(dtype)}, got {scale!r}"
+        )
+    return number
 
 
 def check_scores(
@@ -950,7 +963,7 @@ def check_scores(
 ) -> Scores:
     """Check what q k^T goes through for inputs of that dtype. The bias is checked already."""
     return Scores(
-        check_scale(scale, H),
+        check_scale(scale, H, dtype),
         check_softcap(softcap, dtype),
         bias,
         check_alibi_slopes(alibi_slopes, B, N, dtype),
@@ -963,12 +976,11 @@ def check_softcap(softcap: float | None, dtype: np.dtype[Any]) -> float:
     if softcap is None:
         return 0.0
     cap = check_real("softcap", softcap)
-    limits = np.finfo(arithmetic_type(dtype))
-    lowest, highest = float(limits.tiny), float(limits.max)
-    if not lowest <= cap <= highest:
+    smallest, largest = float(np.finfo(arithmetic_type(dtype)).tiny), largest_score(dtype)
+    if not smallest <= cap <= largest:
         raise ValueError(
-            f"softcap must lie between {lowest:.3g} and {highest:.3g}, got {softcap!r}; None caps "
-            f"nothing"
+            f"softcap must lie between {smallest:.3g} and {largest:.3g}, got {softcap!r}; None "
+            f"caps nothing"
         )
     return cap
 
@@ -1022,8 +1034,12 @@ def check_alibi_slopes(
     copy = np.empty((1 if B is None else B, N), arithmetic_type(dtype))
     with np.errstate(over="ignore"):
         copy[...] = slopes
-    if not np.isfinite(copy).all():
-        raise ValueError(f"alibi_slopes must be finite in {copy.dtype}, got {slopes}")
+    largest = largest_score(dtype)
+    if not (np.abs(copy) <= largest).all():
+        raise ValueError(
+            f"alibi_slopes must be finite, between {-largest:.3g} and {largest:.3g} in "
+            f"{copy.dtype}, got {slopes}"
+        )
     return copy
 
 
@@ -1036,8 +1052,12 @@ def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Ar
         raise ValueError(f"sinks must be of shape [N] = ({N},), not {array.shape}")
     with np.errstate(over="ignore"):
         copy = np.array(array, arithmetic_type(dtype), order="C")
-    if not (copy < np.inf).all():
-        raise ValueError(f"sinks must be finite in {copy.dtype}, or -inf for none, got {array}")
+    largest = largest_score(dtype)
+    if not ((np.abs(copy) <= largest) | (array == -np.inf)).all():
+        raise ValueError(
+            f"sinks must be finite, between {-largest:.3g} and {largest:.3g} in {copy.dtype}, or "
+            f"-inf for none, got {array}"
+        )
     copy.flags.writeable = False
     return copy
 
