@@ -238,6 +238,15 @@ def test_faults_are_found_before_anything_is_written():
         attention_weights(q, k, lse.astype(np.float64), out=out)
 
 
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_call_too_large_for_memory_writes_nothing(reduce):
+    q = np.broadcast_to(np.float32(0), (1, 1, 1, 1 << 48))
+    out = np.full({None: (1, 1, 1, 1)}.get(reduce, (1, 1, 1)), 7, np.float32)
+    with pytest.raises(MemoryError):
+        attention_weights(q, q, np.zeros((1, 1, 1), np.float32), reduce=reduce, out=out)
+    assert (out == 7).all()
+
+
 @st.composite
 def calls(draw):
     B, T, S = draw(st.integers(0, 3)), draw(st.integers(0, 150)), draw(st.integers(0, 300))

@@ -1893,7 +1893,7 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
 
 def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibility not None, rows,
                       str summed, int threads):
-    """exp(score - lse) into `out`, which is zero: [B, N, T, S], or summed over the "queries" or "keys".
+    """exp(score - lse) into `out`: [B, N, T, S], or summed over the "queries" or "keys".
 
     q[B, T, N, H], k[B, S, K, H], lse[B, T, N]; checked by the caller, as are `scores` and `visibility`.
     rows[T] says where the queries stand, counted from the first; None for 0, 1, 2, ...
@@ -1908,6 +1908,7 @@ def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibil
     read_array(lse, &a.lse)
     read_options(&a, scores, visibility)
     if q.shape[0] == 0 or q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0:
+        out.fill(0)
         return
     read_array(out, &a.weights, True)
     a.weights_sum = OVER_NOTHING
@@ -1929,6 +1930,7 @@ def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibil
     threads = <int>min(<Py_ssize_t>threads, items)
     each = attention_scratch(&a, &layout, NULL)
     scratch = take_scratch(each * threads)
+    out.fill(0)  # what no key reaches is not written below
     with nogil, parallel(num_threads=threads):
         for i in prange(items, schedule="dynamic"):
             weights_item(&a, i, scratch.data + threadid() * each)

@@ -581,7 +581,6 @@ def attention_weights(
     if result is None:
         shapes = {None: (B, N, T, S), "queries": (B, N, S), "keys": (B, N, T)}
         result = np.empty(shapes[a.reduce], lse.dtype)
-    result.fill(0)
     _core.attention_weights(q, a.k, lse, result, a.scores, a.visibility, a.rows, a.reduce, threads)
     if out is not None:
         return out
