@@ -120,6 +120,38 @@ def test_hidden_keys_weigh_nothing_beside_infinite_weights():
 
 
 @pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", [-1, -0.9, -0.7, -0.6, 0.6, 0.7, 0.9, 1])
+def test_biases_at_the_end_of_the_range(part, dtype, reduce):
+    """Numbers so large take in any score beside them, and in an LSE the log of their count."""
+    number = part * float(np.finfo(dtype).max)
+    for T, S in ((1, 9), (40, 300)):
+        q, k, _ = arrays(B=1, T=T, S=S, dtype=dtype)
+        sums = {None: 1, "queries": T, "keys": S}
+        for bias in (np.full(S, number), np.full((T, S), number), np.full(S, part * 1e308)):
+            options = {"bias": bias if bias.flat[0] == part * 1e308 else bias.astype(dtype)}
+            lses = [
+                function(q, k, k, return_lse=True, **options)[1]
+                for function in (dot_product_attention, reference.dot_product_attention)
+            ]
+            if abs(part) in (0.6, 1) and (dtype == np.float64 or bias.flat[0] == number):
+                np.testing.assert_allclose(*lses, rtol=1e-6)
+            for lse in lses:
+                assert np.isfinite(lse).all()
+                for function in (attention_weights, reference.attention_weights):
+                    got = function(q, k, lse, reduce=reduce, **options)
+                    np.testing.assert_array_equal(got, sums[reduce])
+
+
+def test_an_infinite_lse_leaves_no_weight():
+    q, k, lse = arrays(T=21, S=53)
+    lse[:, 3:9] = np.inf
+    for options in ({}, {"bias": np.full(53, np.finfo(np.float32).max)}):
+        for function in (attention_weights, reference.attention_weights):
+            assert not function(q, k, lse, **options)[:, :, 3:9].any()
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
 def test_rows_without_lse_give_zeros_whatever_they_hold(reduce):
     q, k, lse = arrays(T=40, S=300)
     lse[:, 3:20] = -np.inf

@@ -570,8 +570,9 @@ TA_INLINE void finish_row_body(const int storage, char *dst, ptrdiff_t column_st
         store_one(storage, dst + j * step, out[j] * inverse);
     if (lse != NULL)
         *lse = (real)((*row_max + log2((double)sum)) * 0.693147180559945309417);
-    if (lse != NULL && TA_LOWEST <= *row_max && *row_max <= TA_LOWEST * (real)0.999999)
-        *lse = TA_LOWEST; /* bound_bias has raised it to there */
+    const real size = *row_max < 0 ? -*row_max : *row_max;
+    if (lse != NULL && -TA_LOWEST * (real)0.999999 <= size && size <= -TA_LOWEST)
+        *lse = *row_max < 0 ? TA_LOWEST : -TA_LOWEST; /* bound_bias has moved it from there */
 }
 
 #define TA_INSTANCE(STORAGE, NAME)                                                              \

@@ -934,7 +934,8 @@ def check_at_least(name: str, value: Any, least: float) -> float:
 @functools.cache
 def largest_score(dtype: np.dtype[Any]) -> float:
     """What is still finite in units of log2, in which the arithmetic for that dtype counts."""
-    return 0.6931471 * float(np.finfo(arithmetic_type(dtype)).max)
+    # A little less than ln 2, to be told from the largest bias.
+    return 0.693 * float(np.finfo(arithmetic_type(dtype)).max)
 
 
 def check_scale(scale: float | None, H: int, dtype: np.dtype[Any]) -> float:

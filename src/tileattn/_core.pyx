@@ -22,6 +22,7 @@ from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, Py_buffer, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cython.parallel cimport parallel, prange, threadid
+from libc.math cimport isfinite
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport qsort
 from libc.string cimport memcpy, memset
@@ -1089,7 +1090,7 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
                         Py_ssize_t rows) noexcept nogil:
     """Has the scores of an item's rows start from minus their LSE. Rows without one see nothing."""
     cdef Py_ssize_t i, t, n, itemsize = a.kernels.itemsize
-    cdef double lse
+    cdef double lse, start, lowest = a.kernels.lowest_score
     for i in range(rows):
         t = (s.first_row + i) // a.group
         n = head * a.group + (s.first_row + i) % a.group
@@ -1097,7 +1098,10 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
         if lse == MINUS_INFINITY:
             lse = 0
             s.first[i] = s.last[i] = 0
-        set_number(a, s.first_chunk.row_max, i, max(lse * LOG2_E, a.kernels.lowest_score))
+        start = lse * LOG2_E
+        if isfinite(lse):  # as bound_bias has it
+            start = min(max(start, lowest), -lowest)
+        set_number(a, s.first_chunk.row_max, i, start)
     memset(s.first_chunk.row_sum, 0, rows * a.kernels.vl * itemsize)
     memcpy(s.weights_from, s.first_chunk.row_max, rows * itemsize)
 

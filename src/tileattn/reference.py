@@ -42,6 +42,7 @@ from tileattn._arguments import (
     check_varlen,
     check_window,
     fit_rotary_dim,
+    largest_score,
 )
 from tileattn._core import Scores, Visibility
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
@@ -253,7 +254,8 @@ def dot_product_attention(
     y_BTNH = np.empty((B, T, N, a.v.shape[-1]), dtype=a.q.dtype if out is None else out.dtype)
     lse_BTN = np.empty((B, T, N), dtype=arithmetic_type(a.q.dtype))
     for b in range(B):
-        y_BTNH[b], lse_BTN[b] = _attend(a.q[b], a.k[b], a.v[b], a.scores, a.visibility, b)
+        y_BTNH[b], lse_TN = _attend(a.q[b], a.k[b], a.v[b], a.scores, a.visibility, b)
+        lse_BTN[b] = _bounded(lse_TN, np.finfo(lse_BTN.dtype).max)
     y, lse = (y_BTNH, lse_BTN) if a.has_batch else (y_BTNH[0], lse_BTN[0])
     y = _deliver(y, out)
     return (y, lse) if return_lse else y
@@ -344,9 +346,8 @@ def varlen_attention(
     for b in range(len(a.query_starts) - 1):
         queries = slice(a.query_starts[b], a.query_starts[b + 1])
         keys = slice(a.key_starts[b], a.key_starts[b + 1])
-        y[queries], lse[queries] = _attend(
-            a.q[queries], a.k[keys], a.v[keys], a.scores, a.visibility, b
-        )
+        y[queries], lse_TN = _attend(a.q[queries], a.k[keys], a.v[keys], a.scores, a.visibility, b)
+        lse[queries] = _bounded(lse_TN, np.finfo(lse.dtype).max)
     y = _deliver(y, out)
     return (y, lse) if return_lse else y
 
@@ -501,6 +502,7 @@ def attention_weights(
     t = np.arange(T) if a.rows is None else a.rows
     shapes = {None: (B, N, len(t), S), "queries": (B, N, S), "keys": (B, N, len(t))}
     # A sum over the queries grows from block to block, and is rounded at the end.
+    largest = largest_score(a.lse.dtype)
     w = np.zeros(shapes[a.reduce], np.float64 if a.reduce == "queries" else a.lse.dtype)
     for b in range(B):
         for head, heads in _groups(N, K):
@@ -510,9 +512,9 @@ def attention_weights(
                     a.q[b], k_SH, a.scores, a.visibility, b, heads, t[some]
                 )
                 lse_GT1 = _float64(a.lse[b, t[some], heads]).T[..., None]
-                weight_GTS = np.where(
-                    sees_GTS & (lse_GT1 != -np.inf), np.exp(score_GTS - lse_GT1), 0.0
-                )
+                # Beyond the largest score an LSE says no more than that.
+                exponent_GTS = _bounded(score_GTS, largest) - _bounded(lse_GT1, largest)
+                weight_GTS = np.where(sees_GTS & (lse_GT1 != -np.inf), np.exp(exponent_GTS), 0.0)
                 if a.reduce == "queries":
                     w[b, heads] += weight_GTS.sum(axis=1)
                 elif a.reduce == "keys":
@@ -1005,6 +1007,11 @@ def _normalise(x: Float64, norm: NormParameters | None) -> Float64:
 def _float64(array: npt.ArrayLike | None) -> Float64:
     """The array in float64; what is not given is 0, which changes no sum."""
     return np.asarray(0.0 if array is None else array, dtype=np.float64)
+
+
+def _bounded(x: Float64, largest: float) -> Float64:
+    """No finite number larger than that. Infinity stays: -inf says that nothing was seen."""
+    return np.where(np.isinf(x), x, np.clip(x, -largest, largest))
 
 
 def _deliver(y: Array, out: Array | None) -> Array:

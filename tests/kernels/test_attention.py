@@ -732,6 +732,16 @@ def test_finish_row_of_a_row_that_saw_nothing(kernels):
         assert lse == -np.inf
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_finish_row_at_the_end_of_the_range(kernels, sign):
+    """The largest bias counts as ln 2 of it; its LSE is that bias, and one below is a logarithm."""
+    largest = float(np.finfo(kernels.dtype).max)
+    row_sum = np.full(kernels.vl, 1 / kernels.vl, kernels.dtype)
+    for part, expected in ((0.6931471 / np.log(2), 1), (0.9999, 0.9999 * np.log(2))):
+        _, lse = finish(kernels, np.ones(3, kernels.dtype), sign * part * largest, row_sum, 3)
+        np.testing.assert_allclose(lse, sign * expected * largest, rtol=1e-6)
+
+
 def test_finish_row_of_nan(kernels):
     row_sum = np.ones(kernels.vl, kernels.dtype)
     for lane in range(kernels.vl):
