@@ -549,8 +549,33 @@ def test_attributes():
     # At least the weights themselves; panels are padded to whole vectors.
     weights = 8 * (24 * 6 * 8 + 12 * 2 * (8 + 5) + 6 * 5 * 24)
     assert weights <= block.nbytes < 2 * weights
-    for part in ("D=24", "Dc=12", "N=6", "K=2", "H=8", "float64"):
-        assert part in repr(block)
+    assert repr(block) == "AttentionBlock(D=24, Dc=12, N=6, K=2, H=8, Hv=5, float64)"
+
+
+def test_a_block_shows_what_it_does_differently():
+    size = Sizes(D=24, N=6, K=2, H=8)
+    every = {
+        "norm": RMSNorm(eps=1e-6),
+        "norm_position": "pre",
+        "residual": False,
+        "rope": Rope(theta=500.0),
+        "q_norm": RMSNorm(),
+        "k_norm": LayerNorm(),
+        "scale": 0.5,
+        "softcap": 30.0,
+        "is_causal": True,
+        "local_window_size": (4, None),
+        "sinks": np.zeros(6, np.float32),
+    }
+    shown = "AttentionBlock(D=24, N=6, K=2, H=8, float32"
+    for name, value in every.items():
+        text = "..." if name == "sinks" else repr(value)
+        block = AttentionBlock(*size.weights(), **{name: value})
+        assert repr(block) == f"{shown}, {name}={text})"
+    options = ", ".join(f"{n}={'...' if n == 'sinks' else repr(v)}" for n, v in every.items())
+    assert repr(AttentionBlock(*size.weights(), **every)) == f"{shown}, {options})"
+    assert repr(AttentionBlock(*size.weights(), norm=None)) == f"{shown}, norm=None)"
+    assert repr(AttentionBlock(*size.weights(), scale=1 / np.sqrt(8))) == f"{shown})"
 
 
 def test_a_block_and_a_norm_do_not_change():

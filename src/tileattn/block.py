@@ -23,6 +23,7 @@ from tileattn._arguments import (
     check_int,
     check_lengths,
     check_norm_inputs,
+    check_scale,
     check_stored_type,
     check_vector,
 )
@@ -211,7 +212,8 @@ class AttentionBlock(SetOnce):
         By default a LayerNorm without weight and bias; None for no normalisation.
     norm_position : "post", "pre" or None, optional
         Behind the sum, as above, or before the projections: ``x + attention(norm(x)) W_O + b_o``,
-        where a context comes as it is. None leaves the norm out, too.
+        where a context comes as it is. None leaves the norm out, too; where `norm` is None, no
+        position means anything.
     residual : bool, optional
         Add x, before the norm if that comes last.
     rope : Rope, optional
@@ -429,11 +431,21 @@ class AttentionBlock(SetOnce):
         return self._core.nbytes
 
     def __repr__(self) -> str:
-        context = "" if self.context_dim == self.model_dim else f", Dc={self.context_dim}"
-        return (
-            f"AttentionBlock(D={self.model_dim}{context}, N={self.num_heads}, "
-            f"K={self.num_kv_heads}, H={self.head_dim}, {self.dtype})"
-        )
+        parts = [f"D={self.model_dim}"]
+        if self.context_dim != self.model_dim:
+            parts.append(f"Dc={self.context_dim}")
+        parts += [f"N={self.num_heads}", f"K={self.num_kv_heads}", f"H={self.head_dim}"]
+        if self.v_head_dim != self.head_dim:
+            parts.append(f"Hv={self.v_head_dim}")
+        parts.append(str(self.dtype))
+        scale = check_scale(None, self.head_dim, self.dtype)
+        defaults = dict(AttentionBlock.__init__.__kwdefaults__ or {}, scale=scale)
+        for name, default in defaults.items():
+            value = getattr(self, name, default)
+            shown = "..." if isinstance(value, np.ndarray) else repr(value)
+            if shown != repr(default):
+                parts.append(f"{name}={shown}")
+        return f"AttentionBlock({', '.join(parts)})"
 
     def __call__(
         self,
