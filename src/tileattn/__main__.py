@@ -242,13 +242,12 @@ class _Problem:
 
 @dataclass
 class _Times:
-    """Medians over the rounds, in seconds, and the best FMA rate of any round, in GFLOP/s."""
+    """Seconds in each round, and the best FMA rate of any round, in GFLOP/s."""
 
-    operations: list[float]  # each by itself, as `_operations` has them
-    block: float
-    numpy: tuple[float, float] | None  # the block, and the attention in it
+    operations: list[list[float]]  # each by itself, as `_operations` has them
+    block: list[float]
+    numpy: tuple[list[float], list[float]] | None  # the block, and the attention in it
     fma_peak: float
-    rounds: int
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -283,12 +282,14 @@ def _run(arguments: argparse.Namespace) -> int:
     print(cost.sizes_text(), end="\n\n")
     print(_table(cost, times))
     print(
-        f"Each operation by itself, then the block in one call: medians of {times.rounds} rounds."
+        "Each operation by itself, then the block in one call: medians of "
+        f"{len(times.block)} rounds."
     )
     print("Totals and GFLOP/s count matrix products over visible pairs", end="")
     print("." if block.norm is None else "; LayerNorm's row, 8 FLOPs an element.")
     print()
     print(_comparison(times))
+    print(_spread(times))
     verdict = "passes" if error <= limit else "FAILS"
     print(f"max error   {error:.1e} against the float64 reference: {verdict}, limit {limit:.0e}")
     if stray:
@@ -510,17 +511,11 @@ def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
             call()
             durations.append(time.perf_counter() - start)
         peaks.append(_core.measure_fma_peak(x.dtype.name, threads))
-    *each, last = map(statistics.median, seconds)
     return _Times(
-        operations=each,
-        block=last,
-        numpy=(
-            (statistics.median(numpy_blocks), statistics.median(numpy_attentions))
-            if numpy_blocks
-            else None
-        ),
+        operations=seconds[:-1],
+        block=seconds[-1],
+        numpy=(numpy_blocks, numpy_attentions) if numpy_blocks else None,
         fma_peak=max(peaks),
-        rounds=rounds,
     )
 
 
@@ -582,7 +577,8 @@ def _table(cost: BlockCost, times: _Times) -> str:
         return format_count(number) if number else "-"
 
     body = []
-    for covered, seconds in zip(ROWS_OF_OPERATION, times.operations, strict=False):
+    medians = list(map(statistics.median, times.operations))
+    for covered, seconds in zip(ROWS_OF_OPERATION, medians, strict=False):
         rows = cost.rows[covered]
         # Softmax, which is no matrix product, is left out beside those that are.
         flops = sum(row.flops for row in rows if row.is_matmul) or rows[0].flops
@@ -598,8 +594,8 @@ def _table(cost: BlockCost, times: _Times) -> str:
     totals = [
         (name, format_count(flops), params(cost.params), "", *measured(flops, seconds))
         for name, seconds in (
-            ("one after the other", sum(times.operations)),
-            ("the block in one call", times.block),
+            ("one after the other", sum(medians)),
+            ("the block in one call", statistics.median(times.block)),
         )
     ]
     heading = ("operation", "FLOPs", "params", "output", "time", "GFLOP/s", "peak")
@@ -611,9 +607,27 @@ def _comparison(times: _Times) -> str:
         return "NumPy       not timed: it would hold all scores, more than 1 GiB"
     block, attention = times.numpy
     return (
-        f"NumPy       block {_duration(block)}, {block / times.block:.1f} times tileattn's; "
-        f"attention {_duration(attention)}, {attention / times.operations[ATTENTION]:.1f} times\n"
+        f"NumPy       block {_ratio(block, times.block)} tileattn's\n"
+        f"            attention {_ratio(attention, times.operations[ATTENTION])} tileattn's\n"
         "            (in turns with the block, in the same dtype; its BLAS chooses its own threads)"
+    )
+
+
+def _ratio(slower: list[float], faster: list[float]) -> str:
+    """A median, and how many times the other it is, round by round: the median and the ends."""
+    times = [a / b for a, b in zip(slower, faster, strict=True)]
+    return (
+        f"{_duration(statistics.median(slower))}, {statistics.median(times):.1f} "
+        f"({min(times):.1f}..{max(times):.1f}) times"
+    )
+
+
+def _spread(times: _Times) -> str:
+    low, high = _duration(min(times.block)), _duration(max(times.block))
+    parts = [seconds / statistics.median(each) for each in times.operations for seconds in each]
+    return (
+        f"rounds      {low} to {high} for the block; {min(parts):.0%} to {max(parts):.0%} of their "
+        "medians for the operations"
     )
 
 
