@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -31,7 +30,7 @@ class Projection:
 
     @property
     def name(self) -> str:
-        return f"{self.M}x{self.N}x{self.K} {_temperature(self.cold)}"
+        return f"M{self.M} N{self.N} K{self.K} {_temperature(self.cold)}"
 
     @property
     def of_limit(self) -> Limit:
@@ -47,7 +46,7 @@ class Attention:
     """q[B, T, N, H], k and v[B, S, K, H]; causal means that the last query sees the last key.
 
     Options: a bias[B, N, T, S], a mask[B, 1, 1, S] that shows so many keys of each sequence, the
-    keys that a causal query sees, its own included, and the dtype of q, k and v.
+    keys that a causal query sees, its own included, and q, k and v of bfloat16.
     """
 
     label: str
@@ -62,16 +61,25 @@ class Attention:
     bias: bool = False
     lengths: tuple[int, ...] | None = None
     window: int | None = None
-    dtype: npt.DTypeLike = np.float32
+    bfloat16: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.label} {_temperature(self.cold)}"
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.label} {_sizes(self, 'BTSNKH')}{window} {_temperature(self.cold)}"
+
+    @property
+    def dtype(self) -> npt.DTypeLike:
+        if not self.bfloat16:
+            return np.float32
+        from ml_dtypes import bfloat16  # which no other cell needs
+
+        return bfloat16
 
     @property
     def plain(self) -> Attention:
         """Without its options."""
-        return replace(self, bias=False, lengths=None, window=None, dtype=np.float32)
+        return replace(self, bias=False, lengths=None, window=None, bfloat16=False)
 
     @property
     def of_limit(self) -> Limit:
@@ -115,7 +123,8 @@ class Varlen:
 
     @property
     def name(self) -> str:
-        return f"{self.label} {_temperature(False)}"
+        lengths = f"B{len(self.lengths)} S{min(self.lengths)}..{max(self.lengths)}"
+        return f"{self.label} {lengths} {_sizes(self, 'NKH')} {_temperature(False)}"
 
     @property
     def of_limit(self) -> Limit:
@@ -145,8 +154,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        sizes = " ".join(f"{letter}{getattr(self, letter)}" for letter in "TDNKHB")
-        return f"{sizes}{' causal' if self.causal else ''} {_temperature(self.cold)}"
+        return f"{_sizes(self, 'TDNKHB')} {_temperature(self.cold)}"
 
     @property
     def of_limit(self) -> Limit:
@@ -162,6 +170,11 @@ class Block:
 
 
 Cell = Projection | Attention | Varlen | Block
+
+
+def _sizes(cell: Attention | Varlen | Block, axes: str) -> str:
+    sizes = [f"{letter}{getattr(cell, letter)}" for letter in axes]
+    return " ".join([*sizes, *["causal"] * cell.causal])
 
 
 def _temperature(cold: bool) -> str:
@@ -210,7 +223,7 @@ OPTIONS = (
         lengths=(128, 97, 45, 113, 31, 128, 80, 64),
     ),
     Attention("W1 window", B=1, T=8192, S=8192, N=8, K=2, H=64, causal=True, window=512),
-    Attention("D1 bfloat16", *_DECODE[0][1:], cold=True, dtype=ml_dtypes.bfloat16),
+    Attention("D1 bfloat16", *_DECODE[0][1:], cold=True, bfloat16=True),
 )
 
 _RAGGED = (500, 35, 128, 17, 260, 90, 411, 64, 22, 149, 310, 77, 190, 12, 45, 233)

@@ -21,14 +21,24 @@ import numpy as np
 from benchmarks.arrays import Array, copy, empty
 from benchmarks.rounds import Candidate
 
+_ONNXRUNTIME = ("onnxruntime", "onnx")
+#: What has to be installed for each peer.
+NEEDS = {
+    "numpy": ("threadpoolctl",),
+    "torch": ("torch",),
+    "torch in blocks": ("torch",),
+    **dict.fromkeys(["onnxruntime", "ORT MHA", "ORT GQA", "ORT Attention"], _ONNXRUNTIME),
+}
 
-def _installed(*modules: str) -> bool:
-    return all(find_spec(module) for module in modules)
+
+def missing(name: str) -> list[str]:
+    """What the peer lacks."""
+    return [module for module in NEEDS.get(name, ()) if find_spec(module) is None]
 
 
-HAS_NUMPY = _installed("threadpoolctl")
-HAS_TORCH = _installed("torch")
-HAS_ONNXRUNTIME = _installed("onnxruntime", "onnx")
+HAS_NUMPY = not missing("numpy")
+HAS_TORCH = not missing("torch")
+HAS_ONNXRUNTIME = not missing("onnxruntime")
 
 if HAS_NUMPY:
     from threadpoolctl import ThreadpoolController

@@ -18,12 +18,13 @@ import numpy as np
 import tileattn
 from benchmarks.arrays import Array
 from benchmarks.cells import Cell
-from benchmarks.peers import MODULES
+from benchmarks.peers import MODULES, NEEDS, missing
 from benchmarks.rounds import Candidate, Spread, Turn, at_fma_peak, interleave, ratio, timed
 from tileattn import _core
 
 OURS = "tileattn"
 _LIMIT = "limit"
+_INSTALL = "pip install --editable '.[bench]'"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def run(
     peers: Sequence[str],
 ) -> None:
     """The command: read its arguments, measure the cells, print the table as it grows."""
-    options = _options(description, peers)
+    options = _options(description, [cell.name for cell in cells], peers)
     _core.select_isa(options.isa)
     machine = {
         "isa": options.isa,
@@ -112,7 +113,11 @@ def run(
     for cell in cells:
         if options.only and not any(text in cell.name for text in options.only):
             continue
-        work = prepare(cell, options.alignment)
+        try:
+            work = prepare(cell, options.alignment)
+        except ModuleNotFoundError as error:
+            print(f"{cell.name} needs {error.name}: {_INSTALL}")
+            continue
         for row in _measure(work, options):
             _print_line(columns, _as_text(row))
             rows.append(row)
@@ -121,12 +126,40 @@ def run(
             json.dump({"command": sys.argv, **machine, "rows": rows}, file, indent=1)
 
 
-def _options(description: str, peers: Sequence[str]) -> argparse.Namespace:
+def _options(description: str, cells: Sequence[str], peers: Sequence[str]) -> argparse.Namespace:
+    def part_of_a_name(text: str) -> str:
+        if not any(text in name for name in cells):
+            raise argparse.ArgumentTypeError(f"{text!r} is in no cell's name: {'; '.join(cells)}")
+        return text
+
+    def peer(name: str) -> str:
+        if name in peers:
+            return name
+        if modules := missing(name):
+            how = "pip install torch" if "torch" in modules else _INSTALL
+            raise argparse.ArgumentTypeError(f"{name} needs {' and '.join(modules)}: {how}")
+        raise argparse.ArgumentTypeError(f"{name!r} is none of the installed: {installed}")
+
+    installed = ", ".join(peers) or "none"
+    more = f"; {_INSTALL} and torch bring more" if any(map(missing, NEEDS)) else ""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="n")
     parser.add_argument("--rounds", type=int, default=11, metavar="n")
-    parser.add_argument("--only", nargs="+", metavar="text", help="cells whose names contain it")
-    parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        type=part_of_a_name,
+        metavar="text",
+        help=f"cells whose names contain it, of: {'; '.join(cells)}",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        type=peer,
+        default=peers,
+        metavar="name",
+        help=f"of those installed: {installed} (all){more}",
+    )
     parser.add_argument("--isa", choices=tileattn.available_isas(), default=tileattn.isa())
     parser.add_argument(
         "--alignment", choices=("line", "numpy"), default="line", help="of arrays, not of weights"

@@ -19,6 +19,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 # Files without a kernel in them: once is enough. Others opt out with the marker any_isa.
 ANY_ISA_FILES = {
     "test_arguments.py",
+    "test_benchmarks.py",
     "test_cost.py",
     "test_main.py",
     "test_models.py",

@@ -1,0 +1,88 @@
+"""What the benchmarks' commands say: their names of cells, and what is wrong with an argument."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import peers, report
+from benchmarks.cells import ATTENTION, BLOCKS, OPTIONS, PROJECTIONS, VARLEN, Attention, Varlen
+from benchmarks.report import OURS, Work, rotation
+from benchmarks.rounds import Candidate
+
+CELLS = [
+    Attention("A1", B=1, T=2, S=4, N=2, K=1, H=8, causal=True, window=3),
+    Attention("A2 low", B=1, T=1, S=4, N=2, K=1, H=8, cold=True, bfloat16=True),
+]
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs the command with arguments -> its exit code, output and errors."""
+
+    def prepare(cell, alignment):
+        x = np.ones(4, cell.dtype)
+        return Work(cell, {OURS: Candidate(lambda _: x)}, lambda: x, [(x,)], rotation(1))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["command", "--rounds", "1", "--threads", "1", *arguments])
+        try:
+            report.run("Some cells.", CELLS, prepare, ["others"])
+            code = 0
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_names_tell_the_sizes():
+    assert [cell.name for cell in CELLS] == [
+        "A1 B1 T2 S4 N2 K1 H8 causal window 3 hot",
+        "A2 low B1 T1 S4 N2 K1 H8 cold",
+    ]
+    assert Varlen("V", (5, 2, 9), N=4, K=2, H=8).name == "V B3 S2..9 N4 K2 H8 hot"
+    for cells in (ATTENTION, BLOCKS, OPTIONS, PROJECTIONS, VARLEN):
+        assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_only_the_cells_asked_for(command):
+    code, output, _ = command("--only", "A1")
+    assert code == 0
+    assert CELLS[0].name in output
+    assert CELLS[1].name not in output
+
+
+def test_a_name_that_no_cell_has(command):
+    code, output, errors = command("--only", "A1", "nonsense")
+    assert code == 2
+    assert output == ""
+    for words in ("--only", "'nonsense'", *(cell.name for cell in CELLS)):
+        assert words in errors
+
+
+def test_peers_that_are_not_there(command, monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda module: None)
+    for name, words in {
+        "numpy": ["numpy needs threadpoolctl", "pip install --editable '.[bench]'"],
+        "torch": ["torch needs torch", "pip install torch"],
+        "ORT MHA": ["ORT MHA needs onnxruntime and onnx", "'.[bench]'"],
+        "nobody": ["'nobody' is none of", "others"],
+    }.items():
+        code, _, errors = command("--peers", name)
+        assert code == 2
+        for word in ("--peers", *words):
+            assert word in errors
+    code, output, _ = command("--help")
+    assert code == 0
+    assert "others" in output
+    assert "'.[bench]'" in output
+    assert "{}" not in output
+
+
+def test_a_cell_that_needs_a_package_says_so(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    code, output, _ = command()
+    assert code == 0
+    assert f"{CELLS[1].name} needs ml_dtypes: pip install --editable '.[bench]'" in output
+    assert CELLS[0].name in output
