@@ -79,6 +79,11 @@ ATTENTION_FAULTS = {
     "None": ({"k": None}, TypeError, ["k"]),
     "objects": ({"q": np.full((B, T, N, H), None)}, TypeError, ["q", "object"]),
     "mixture k": ({"k": random(1, B, S, K, H, dtype=F64)}, TypeError, ["k", "float64", "float32"]),
+    "list of q": (
+        {"q": random(0, B, T, N, H).tolist()},
+        TypeError,
+        ["k has dtype float32, but q, made of a list, has float64"],
+    ),
     "mixture v": ({"v": random(1, B, S, K, HV, dtype=F64)}, TypeError, ["v", "float64", "astype"]),
     "q with 2 axes": ({"q": random(0, N, H)}, ValueError, ["q", "[B, T, N, H]", (N, H)]),
     "q with 5 axes": ({"q": random(0, 1, B, T, N, H)}, ValueError, ["q", (1, B, T, N, H)]),
@@ -170,12 +175,12 @@ ATTENTION_FAULTS = {
     "key length beyond S": (
         {"key_value_seq_lengths": ints([1, 6])},
         ValueError,
-        ["key_value_seq_lengths", "5", "6"],
+        ["key_value_seq_lengths", "5", "6 at index 1"],
     ),
     "negative length": (
         {"key_value_seq_lengths": ints([-1, 3])},
         ValueError,
-        ["key_value_seq_lengths", "0", "-1"],
+        ["key_value_seq_lengths", "0", "-1 at index 0"],
     ),
     "query length beyond T": (
         {"query_seq_lengths": ints([4, 3])},
@@ -731,8 +736,8 @@ WEIGHTS_ARGUMENT_FAULTS = {
     "one row": ({"rows": 1}, ValueError, ["rows", "[R]", "()"]),
     "float rows": ({"rows": [1.0]}, TypeError, ["rows", "float64"]),
     "boolean rows": ({"rows": np.ones(T, bool)}, TypeError, ["rows", "bool"]),
-    "negative row": ({"rows": [0, -1]}, ValueError, ["rows", "T - 1 = 2", "-1 ... 0"]),
-    "row beyond T": ({"rows": [3]}, ValueError, ["rows", "T - 1 = 2", "3 ... 3"]),
+    "negative row": ({"rows": [0, -1]}, ValueError, ["rows", "T - 1 = 2", "-1 at index 1"]),
+    "row beyond T": ({"rows": [3]}, ValueError, ["rows", "T - 1 = 2", "3 at index 0"]),
     "reduce": ({"reduce": "rows"}, ValueError, ["reduce", "'queries'", "'rows'"]),
     "reduce an axis": ({"reduce": -1}, TypeError, ["reduce", "'keys'", "-1"]),
     "mask": ({"mask": np.ones((T, S))}, TypeError, ["mask", "bias"]),
@@ -948,7 +953,7 @@ CALL_FAULTS = {
     "key lengths": (
         {"key_value_seq_lengths": ints([6, 0])},
         ValueError,
-        ["key_value_seq_lengths", "5", "6"],
+        ["key_value_seq_lengths", "5", "6 at index 0"],
     ),
     "out as a list": ({"out": []}, TypeError, ["out", "list"]),
     "shape of out": (
@@ -1042,8 +1047,24 @@ LINEAR_FAULTS = {
     "key heads as float": ({"num_kv_heads": 2.0}, TypeError, ["num_kv_heads", "int", "2.0"]),
     "no w_o": ({"w_o": None}, TypeError, ["w_o"]),
     "no w_v": ({"w_v": None}, TypeError, ["w_v", "w_qkv"]),
-    "rows of w_q": ({"w_q": random(0, N * H + 1, D)}, ValueError, ["w_q", "4 heads", (33, D)]),
-    "heads forgotten": ({"num_kv_heads": None}, ValueError, ["w_k", "16 rows", "num_kv_heads"]),
+    "rows of w_q": (
+        {"w_q": random(0, N * H + 1, D)},
+        ValueError,
+        ["w_q", "num_heads = 4", (33, D)],
+    ),
+    "heads forgotten": (
+        {"num_kv_heads": None},
+        ValueError,
+        ["w_k", "[K * H, Dc] = (32, 16)", "K = num_kv_heads = 4, as num_heads", (16, D)],
+    ),
+    "heads forgotten, of another width": (
+        {"num_kv_heads": None, "w_k": random(0, 18, D)},
+        ValueError,
+        ["w_k", "[K * H, Dc]", "K = num_kv_heads = 4, as num_heads", (18, D)],
+    ),
+    "input of w_k": ({"w_k": random(0, K * H, 9)}, ValueError, ["w_k", (K * H, 9), (K * H, D)]),
+    "output of w_o": ({"w_o": random(0, 9, N * HV)}, ValueError, ["w_o", (9, N * HV), (D, 24)]),
+    "empty w_q": ({"w_q": random(0, 0, D)}, ValueError, ["w_q", "[N * H, D]", (0, D)]),
     "axes of w_k": ({"w_k": random(0, K, H, D)}, ValueError, ["w_k", (K, H, D)]),
     "columns of w_o": ({"w_o": random(0, D, 23)}, ValueError, ["w_o", "24", (D, 23)]),
     "b_q": ({"b_q": random(0, 9)}, ValueError, ["b_q", (9,), "(32,)"]),
@@ -1175,7 +1196,12 @@ ROPE_CALL_FAULTS = {
         ValueError,
         ["positions", (B, T), (T,)],
     ),
-    "negative position": ({"positions": [0, -1, 2]}, ValueError, ["positions", "-1 ... 2"]),
+    "negative position": ({"positions": [0, -1, 2]}, ValueError, ["positions", "-1 at index 1"]),
+    "negative position of a sequence": (
+        {"positions": [[0, 1, 2], [0, 1, -2]]},
+        ValueError,
+        ["positions", "-2 at index (1, 2)"],
+    ),
     "enormous position": ({"positions": [0, 2**53 + 1, 2]}, ValueError, ["positions", "2**53"]),
     "enormous unsigned": (
         {"positions": np.full(T, 2**64 - 1, np.uint64)},

@@ -565,6 +565,14 @@ def test_big_endian_input_is_read_as_what_it_is(capsys, tmp_path, weights, x_fil
 # ------------------------------------------------------------------ cost, info
 
 
+def test_help_says_what_causal_is_by_default(capsys):
+    for name, default in (("cost", "default: causal"), ("run", "causal, but not with --weights")):
+        assert command.main([name, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert default in text
+        assert ("--weights" in text) == (name == "run")
+
+
 def test_cost_prints_the_table(capsys):
     assert "\n".join(lines_of(capsys, "cost")) == str(
         cost.attention_block_cost(1, 512, 768, 12, 4, 64, is_causal=True)

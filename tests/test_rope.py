@@ -426,6 +426,21 @@ def test_configurations(config, expected):
     assert Rope.from_config(config, interleaved=True).interleaved
 
 
+@any_isa
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ("config.json", "config must be a mapping.*'config.json'"),
+        (None, "config must be a mapping.*None"),
+        ({"rope_scaling": "linear"}, "config's rope_scaling must be a mapping.*'linear'"),
+        ({"rope_parameters": [1]}, "config's rope_parameters must be a mapping"),
+    ],
+)
+def test_what_is_no_configuration(config, words):
+    with pytest.raises(TypeError, match=words):
+        Rope.from_config(config)
+
+
 # ------------------------------------------------------------------ the objects
 
 

@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     run.set_defaults(command=_run)
-    _add_sizes(run, minimum=1)
+    _add_sizes(run, minimum=1, causal="default: causal, but not with --weights")
     run.add_argument("--threads", type=_whole_number(1), metavar="n", help="default: all allowed")
     run.add_argument("--seed", type=_whole_number(0), default=0, metavar="n", help="default: 0")
     run.add_argument(
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cost.set_defaults(command=_cost)
-    _add_sizes(cost, minimum=0)
+    _add_sizes(cost, minimum=0, causal="default: causal")
     cost.add_argument("-S", type=_whole_number(0), metavar="n", help="keys and values (T)")
     cost.add_argument("--query-offset", type=int, metavar="n", help="position of the first query")
 
@@ -180,18 +180,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_sizes(parser: argparse.ArgumentParser, minimum: int) -> None:
+def _add_sizes(parser: argparse.ArgumentParser, minimum: int, causal: str) -> None:
     names = ("batch", "queries", "model width", "query heads", "key/value heads", "head width")
     for (letter, default), name in zip(SIZES.items(), names, strict=True):
         parser.add_argument(
             f"-{letter}", type=_whole_number(minimum), metavar="n", help=f"{name} ({default})"
         )
     parser.add_argument("--dtype", choices=["float32", "float64"], help="default: float32")
-    parser.add_argument(
-        "--causal",
-        action=argparse.BooleanOptionalAction,
-        help="default: causal, but with --weights",
-    )
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=causal)
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int]:

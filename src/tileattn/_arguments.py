@@ -472,7 +472,7 @@ def check_states(
     parts: list[tuple[Array, Array]] = []
     for i in range(0, len(values), 2):
         dtype = parts[0][0].dtype if parts else None
-        out = check_array(names[i], values[i], dtype, halves=True)
+        out = check_array(names[i], values[i], dtype, halves=True, like="out_a")
         lse = check_array(names[i + 1], values[i + 1], arithmetic_type(out.dtype))
         if out.ndim == 0:
             raise ValueError(f"{names[i]} must have at least one axis, [..., Hv]")
@@ -489,8 +489,9 @@ def check_states(
 
 def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, Array, bool]:
     """Returns q and k with the B axis in place, and whether it was given."""
+    made_of = "" if isinstance(q, np.ndarray) else f", made of a {type(q).__name__},"
     q = check_array("q", q, halves=True)
-    k = check_array("k", k, q.dtype, halves=True)
+    k = check_array("k", k, q.dtype, halves=True, like=f"q{made_of}")
     if q.ndim not in (3, 4):
         raise ValueError(f"q must have the axes [B, T, N, H] or [T, N, H], not shape {q.shape}")
     has_batch = q.ndim == 4
@@ -515,7 +516,7 @@ def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, A
 
 def check_values(v: npt.ArrayLike, q: Array, k: Array, has_batch: bool) -> Array:
     """Returns v with the B axis in place; q and k have it already."""
-    v = check_array("v", v, q.dtype, halves=True)
+    v = check_array("v", v, q.dtype, halves=True, like="q")
     if v.ndim != (4 if has_batch else 3):
         axes = "[B, S, K, Hv]" if has_batch else "[S, K, Hv]"
         shape = q.shape if has_batch else q.shape[1:]
@@ -559,8 +560,10 @@ def check_block_weights(
     """Check what an attention block is made of."""
     w_q = check_array("w_q", w_q)
     dtype = w_q.dtype
-    w_k, w_v = check_array("w_k", w_k, dtype), check_array("w_v", w_v, dtype)
-    w_o = check_array("w_o", w_o, dtype)
+    w_k, w_v, w_o = (
+        check_array(name, weight, dtype, like="w_q")
+        for name, weight in (("w_k", w_k), ("w_v", w_v), ("w_o", w_o))
+    )
     for name, weight, axes in (
         ("w_q", w_q, "[D, N, H]"),
         ("w_k", w_k, "[Dc, K, H]"),
@@ -703,7 +706,7 @@ def check_context(context: npt.ArrayLike | None, x: Array, D: int, Dc: int) -> A
                 f"{Dc}, not from x of width {D}"
             )
         return None
-    context = check_array("context", context, x.dtype)
+    context = check_array("context", context, x.dtype, like="x")
     if context.ndim != x.ndim or context.shape[-1] != Dc:
         raise ValueError(
             f"context must have the shape [{'B, ' if x.ndim == 3 else ''}S, {Dc}] since x has "
@@ -780,7 +783,7 @@ def check_norm_inputs(
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, [..., D]")
     if residual is not None:
-        residual = check_array("residual", residual, x.dtype)
+        residual = check_array("residual", residual, x.dtype, like="x")
         if residual.shape != x.shape:
             raise ValueError(f"residual has shape {residual.shape}, expected {x.shape}")
     norm.check_fit(x.shape[-1], x.dtype)
@@ -813,9 +816,8 @@ def check_rope_inputs(
             f"positions must have the shape [T] = ({T},){either}, not {positions.shape}"
         )
     if positions.size and (positions.min() < 0 or positions.max() > POSITION_LIMIT):
-        raise ValueError(
-            f"positions must lie between 0 and 2**53, got {positions.min()} ... {positions.max()}"
-        )
+        wrong = first_outside(positions, 0, POSITION_LIMIT)
+        raise ValueError(f"positions must lie between 0 and 2**53, got {wrong}")
     if out is not None:
         in_place = isinstance(out, np.ndarray) and (
             (out.ctypes.data, out.shape, out.strides) == (x.ctypes.data, x.shape, x.strides)
@@ -850,11 +852,17 @@ def as_array(name: str, value: npt.ArrayLike) -> Array:
 
 
 def check_array(
-    name: str, value: npt.ArrayLike, dtype: np.dtype[Any] | None = None, *, halves: bool = False
+    name: str,
+    value: npt.ArrayLike,
+    dtype: np.dtype[Any] | None = None,
+    *,
+    halves: bool = False,
+    like: str = "",
 ) -> Array:
     """A floating array that pointers and whole-element strides can reach.
 
-    It is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`.
+    It is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`, which
+    may be that of the argument `like`.
     """
     array = as_array(name, value)
     native = given = array.dtype
@@ -866,6 +874,10 @@ def check_array(
                 f"{name} must be {types}, not {given}; convert it with .astype(np.float32)"
             )
     if dtype is not None and native != dtype:
+        if like:
+            raise TypeError(
+                f"{name} has dtype {given}, but {like} has {dtype}; convert one with .astype"
+            )
         raise TypeError(f"{name} has dtype {given}, expected {dtype}; convert it with .astype")
     if native == given and _has_whole_strides(array):
         return array
@@ -1152,6 +1164,13 @@ def bounds(integers: Integers) -> tuple[int, int]:
     return int(integers.min()), int(integers.max())
 
 
+def first_outside(integers: Array, lowest: int, highest: int) -> str:
+    """The first of some integers that does not lie there, and where it stands."""
+    wrong = (integers < lowest) | (integers > highest)
+    index = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
+    return f"{integers[index]} at index {index[0] if len(index) == 1 else index}"
+
+
 def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> Integers:
     """Integers of shape [B] as contiguous int64, from an int too where `scalar` says so."""
     array = as_integers(name, value)
@@ -1189,9 +1208,8 @@ def check_rows(rows: npt.ArrayLike | None, T: int) -> Integers | None:
     if array.ndim != 1:
         raise ValueError(f"rows must be of shape [R], not {array.shape}")
     if array.size and (array.min() < 0 or array.max() >= T):
-        raise ValueError(
-            f"rows must lie between 0 and T - 1 = {T - 1}, got {array.min()} ... {array.max()}"
-        )
+        wrong = first_outside(array, 0, T - 1)
+        raise ValueError(f"rows must lie between 0 and T - 1 = {T - 1}, got {wrong}")
     return np.array(array, np.int64, order="C")
 
 
@@ -1238,7 +1256,8 @@ def check_lengths(name: str, value: npt.ArrayLike | None, B: int, limit: int) ->
     if B:
         lowest, highest = bounds(lengths)
         if lowest < 0 or highest > limit:
-            raise ValueError(f"{name} must lie between 0 and {limit}, got {lowest} ... {highest}")
+            wrong = first_outside(lengths, 0, limit)
+            raise ValueError(f"{name} must lie between 0 and {limit}, got {wrong}")
     return lengths
 
 

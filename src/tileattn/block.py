@@ -753,31 +753,35 @@ def _from_linear_arguments(
     elif b_qkv is not None:
         raise TypeError("b_qkv goes with w_qkv; give b_q, b_k and b_v instead")
 
-    def heads(name: str, matrix: npt.ArrayLike, count: int) -> Array:
+    def heads(name: str, matrix: npt.ArrayLike, count: int, axes: str, given_as: str) -> Array:
         array = check_array(name, matrix)
-        if array.ndim != 2 or len(array) % count != 0:
+        if array.ndim != 2 or array.size == 0 or len(array) % count != 0:
             raise ValueError(
-                f"{name} must have the shape [heads * width, in] with {count} heads, "
-                f"not {array.shape}"
+                f"{name} must have the shape {axes}, [out, in], with {given_as}, not {array.shape}"
             )
         return array.T.reshape(array.shape[1], count, -1)
 
-    q, k, v = heads("w_q", w_q, N), heads("w_k", w_k, K), heads("w_v", w_v, K)
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(
-            f"w_k has {K * k.shape[2]} rows, expected K * H = {K} * {q.shape[2]} with K the "
-            f"num_kv_heads (by default num_heads); matrices are [out, in]"
-        )
+    of_keys = f"K = num_kv_heads = {K}" + (", as num_heads" if num_kv_heads is None else "")
+    q = heads("w_q", w_q, N, "[N * H, D]", f"N = num_heads = {N}")
+    k = heads("w_k", w_k, K, "[K * H, Dc]", of_keys)
+    v = heads("w_v", w_v, K, "[K * Hv, Dc]", of_keys)
+    (D, _, H), (Dc, _, Hv) = q.shape, v.shape
     o = check_array("w_o", w_o)
-    if o.ndim != 2 or o.shape[1] != N * v.shape[2]:
-        raise ValueError(
-            f"w_o must have the shape [D, N * Hv] with N * Hv = {N * v.shape[2]}, not {o.shape}"
-        )
+    for name, shape, axes, expected in (
+        ("w_k", (K * k.shape[2], len(k)), "[K * H, Dc]", (K * H, Dc)),
+        ("w_o", o.shape, "[D, N * Hv]", (D, N * Hv)),
+    ):
+        if shape != expected:
+            raise ValueError(
+                f"{name} has shape {shape}, expected {axes} = {expected}, [out, in], with "
+                f"D = {D}, N = {N} and H = {H} from w_q, Dc = {Dc} and Hv = {Hv} from w_v, and "
+                f"{of_keys}"
+            )
     arguments: dict[str, Any] = {
         "w_q": q,
         "w_k": k,
         "w_v": v,
-        "w_o": o.T.reshape(N, v.shape[2], -1),
+        "w_o": o.T.reshape(N, Hv, D),
     }
     for name, head_bias, weight in (("b_q", b_q, q), ("b_k", b_k, k), ("b_v", b_v, v)):
         shape = weight.shape[1:]

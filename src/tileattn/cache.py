@@ -24,6 +24,7 @@ from tileattn._arguments import (
     check_out,
     check_scores,
     check_window,
+    first_outside,
     is_half,
 )
 from tileattn.attention import attend
@@ -193,7 +194,8 @@ class KVCache(CacheParameters):
         Parameters
         ----------
         k : array [B, T, K, H]
-            Keys, of the cache's dtype, or float32 for a cache of float16 or bfloat16.
+            Keys, of the cache's dtype, or float32 for a cache of float16 or bfloat16, to which
+            they are rounded: what is beyond 65504 becomes infinite as float16.
         v : array [B, T, K, Hv]
             Values, likewise.
         seq_lengths : int array [B], optional
@@ -440,10 +442,9 @@ class KVCache(CacheParameters):
         """
         source = check_integers("index", index, self.batch, scalar=False)
         if source.min() < 0 or source.max() >= self.batch:
-            raise ValueError(
-                f"index must lie between 0 and B - 1 = {self.batch - 1}, got {source.min()} ... "
-                f"{source.max()}"
-            )
+            last = self.batch - 1
+            wrong = first_outside(source, 0, last)
+            raise ValueError(f"index must lie between 0 and B - 1 = {last}, got {wrong}")
         # What still has to move, and how often each sequence is still to be read.
         moves = {b: int(a) for b, a in enumerate(source) if a != b}
         readers = np.bincount(list(moves.values()), minlength=self.batch)

@@ -346,6 +346,8 @@ class Rope(RopeParameters):
 
         Raises
         ------
+        TypeError
+            For what is no mapping, such as the name of a file.
         ValueError
             For a type that depends on the length of each sequence (dynamic, longrope) or is not
             known, and for a parameter that is missing.
@@ -358,7 +360,10 @@ class Rope(RopeParameters):
         ...     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}).theta
         500000.0
         """
-        parameters = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+        _check_mapping("config", config)
+        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        parameters = config.get(name) or {}
+        _check_mapping(f"config's {name}", parameters)
         theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
         partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         rotary_dim = None
@@ -593,6 +598,13 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
     if value is None:
         raise ValueError(f"config lacks {name}, which its rotary embedding needs")
     return value
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} must be a mapping, as json.load makes it of a config.json, not {value!r}"
+        )
 
 
 def _scaling_from_config(
