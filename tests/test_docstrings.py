@@ -56,3 +56,12 @@ def test_public_objects_are_documented(item):
     assert "Examples\n--------" in text
     parameters = set(inspect.signature(item).parameters)
     assert documented_parameters(text) == parameters
+
+
+@pytest.mark.parametrize(
+    "item", [param for param in public_objects() if inspect.isclass(*param.values)]
+)
+def test_what_checks_need_of_a_class_is_not_for_users(item):
+    public = [name for name in dir(item) if not name.startswith("_")]
+    methods = [method for name in public if inspect.isfunction(method := getattr(item, name))]
+    assert not [method for method in methods if method.__module__ == "tileattn._arguments"]

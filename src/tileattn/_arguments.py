@@ -101,12 +101,12 @@ class NormParameters(SetOnce):
         if self.eps < 0:
             raise ValueError(f"eps must not be negative, got {eps}")
         if self.weight is not None:
-            self.check_fit(len(self.weight), self.weight.dtype)
+            self._check_fit(len(self.weight), self.weight.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.weight, self.bias, self.eps)
 
-    def check_fit(self, D: int, dtype: np.dtype[Any], prefix: str = "") -> None:
+    def _check_fit(self, D: int, dtype: np.dtype[Any], prefix: str = "") -> None:
         """Raise unless rows of that width and dtype can be normalised."""
         for name, vector in (("weight", self.weight), ("bias", self.bias)):
             if vector is None:
@@ -154,7 +154,7 @@ class CacheParameters:
     _lengths: Integers  # replaced, never changed in place
     _oldest: Integers
 
-    def check_fit(
+    def _check_fit(
         self, name: str, B: int, heads: tuple[int, int, int], dtype: np.dtype[Any]
     ) -> None:
         """Raise unless it is for B sequences of those K, H and Hv, computed in that dtype."""
@@ -165,7 +165,7 @@ class CacheParameters:
             raise ValueError(f"{name} has (K, H, Hv) = {own}, but this block has {heads}")
         check_stored_type(f"{name}.dtype", self.dtype, dtype)
 
-    def span(self) -> CacheSpan:
+    def _span(self) -> CacheSpan:
         """What it holds."""
         return CacheSpan(
             self._keys,
@@ -177,7 +177,7 @@ class CacheParameters:
             self._oldest,
         )
 
-    def longer_span(self, name: str, T: int, counts: Integers | None) -> CacheSpan:
+    def _longer_span(self, name: str, T: int, counts: Integers | None) -> CacheSpan:
         """What it will hold with T more positions, or counts[b], which argument `name` brings."""
         lengths = self._lengths + (T if counts is None else counts)
         oldest, window = self._oldest, self.window
@@ -201,7 +201,7 @@ class CacheParameters:
             self._keys, self._values, window is not None, self._lengths, counts, lengths, oldest
         )
 
-    def advance(self, span: CacheSpan) -> None:
+    def _advance(self, span: CacheSpan) -> None:
         """What the span says has been written."""
         self._lengths, self._oldest = span.lengths, span.oldest
 
@@ -209,7 +209,7 @@ class CacheParameters:
         """The first key that a query at each position sees."""
         return np.maximum(positions + 1 - (self.window or self.capacity), 0)
 
-    def check_left(self, offset: Integers) -> None:
+    def _check_left(self, offset: Integers) -> None:
         """Raise unless a ring still has what queries from the offset on see."""
         lost = self._first_seen(offset) < self._oldest
         if lost.any():
@@ -219,7 +219,7 @@ class CacheParameters:
                 f"positions, but only those from {self._oldest[b]} on are left"
             )
 
-    def see(
+    def _see(
         self,
         is_causal: bool,
         offset: Integers | None,
@@ -588,7 +588,7 @@ def check_block_weights(
             raise TypeError(
                 f"{name} must be a LayerNorm, an RMSNorm or None, not {type(given).__name__}"
             )
-        given.check_fit(width, dtype, f"{name}.")
+        given._check_fit(width, dtype, f"{name}.")
     if norm_position is not None and not isinstance(norm_position, str):
         raise TypeError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
     if norm_position not in ("pre", "post", None):
@@ -744,8 +744,8 @@ def check_cached_keys(
     offset: Integers | None
     if cache is None:
         kept = cast(CacheParameters, context)
-        kept.check_fit("context", B, heads, dtype)
-        span = kept.span()
+        kept._check_fit("context", B, heads, dtype)
+        span = kept._span()
         needed_by = _what_needs_positions(causal, window, None, has_rope)
         if kept.window is not None:
             needed_by = "the window of context"
@@ -753,7 +753,7 @@ def check_cached_keys(
         offset = check_query_offset(query_offset, B, T, S, needed_by=needed_by)
         if kept.window is not None:
             offset = np.zeros(B, np.int64) if offset is None else offset
-            kept.check_left(offset)
+            kept._check_left(offset)
     else:
         kept = cache
         if not isinstance(kept, CacheParameters):
@@ -767,12 +767,12 @@ def check_cached_keys(
             )
         if query_offset is not None:
             raise TypeError("query_offset is what the cache knows: leave it out")
-        kept.check_fit("cache", B, heads, dtype)
-        span = kept.longer_span("x", T, counts)
+        kept._check_fit("cache", B, heads, dtype)
+        span = kept._longer_span("x", T, counts)
         offset = span.starts
     if has_rope:
         check_rope_offset("query_offset" if cache is None else "cache.lengths", offset, T)
-    return span, kept.see(causal, offset, counts, span.lengths, window), offset
+    return span, kept._see(causal, offset, counts, span.lengths, window), offset
 
 
 def check_norm_inputs(
@@ -786,7 +786,7 @@ def check_norm_inputs(
         residual = check_array("residual", residual, x.dtype, like="x")
         if residual.shape != x.shape:
             raise ValueError(f"residual has shape {residual.shape}, expected {x.shape}")
-    norm.check_fit(x.shape[-1], x.dtype)
+    norm._check_fit(x.shape[-1], x.dtype)
     if out is not None:
         check_out(out, x.shape, x.dtype, x=x, residual=residual)
     return x, residual

@@ -616,7 +616,7 @@ class AttentionBlock(SetOnce):
             span,
         )
         if cache is not None and span is not None:
-            cache.advance(span)
+            cache._advance(span)
         if out is not None and result is not out:
             out[...] = result
             result = out
@@ -678,10 +678,10 @@ class AttentionBlock(SetOnce):
         threads = resolve_threads(num_threads)
         cache = KVCache(B, max(S, 1), *self._kv_heads, self.dtype if dtype is None else dtype)
         check_stored_type("dtype", cache.dtype, self.dtype)
-        span = cache.longer_span("context", S, counts)
+        span = cache._longer_span("context", S, counts)
         _, angles = self._angles(context, None, None, True)
         self._core.fill(context, span, angles, threads)
-        cache.advance(span)
+        cache._advance(span)
         return cache
 
     def _angles(

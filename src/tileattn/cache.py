@@ -232,12 +232,12 @@ class KVCache(CacheParameters):
             )
         counts = check_lengths("seq_lengths", seq_lengths, B, T)
         threads = resolve_threads(num_threads)
-        span = self.longer_span("k", T, counts)
+        span = self._longer_span("k", T, counts)
         if counts is None:
             counts = np.full(B, T, np.int64)
         if T:
             _core.append(k, v, self._keys, self._values, self._lengths, counts, threads)
-        self.advance(span)
+        self._advance(span)
 
     @overload
     def attend(
@@ -355,7 +355,7 @@ class KVCache(CacheParameters):
         if self.window is None:
             used = self._lengths.max()
             keys, values = keys[:, :used], values[:, :used]
-        visibility = self.see(is_causal, offset, counts, self._lengths, window)
+        visibility = self._see(is_causal, offset, counts, self._lengths, window)
         arguments = AttentionArguments(q, keys, values, True, scores, visibility, out)
         y, lse = attend(arguments, return_lse, threads, is_ring=self.window is not None)
         return y if lse is None else (y, lse)

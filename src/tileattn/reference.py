@@ -682,7 +682,7 @@ def attention_block(
             y_TD = x_TD + y_TD
         y_BTD[b] = _normalise(y_TD, post_norm)
     if cache is not None and span is not None:
-        cache.advance(span)
+        cache._advance(span)
     return _deliver(y_BTD if has_batch else y_BTD[0], out)
 
 
