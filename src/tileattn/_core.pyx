@@ -376,22 +376,19 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                     t.bias = NULL
                     if c.bias != NULL and kc + t.depth == g.depth:
                         t.bias = c.bias + b.column * itemsize
-                    # The tiles share the prefetching of the slice that is read next; a single one has
-                    # read it in no time, and looks less far ahead.
+                    # The tiles share the prefetching of what is read a slice later; a single one has read
+                    # its slice in no time, and looks less far ahead.
                     width = round_up(b.columns, kernels.vl) * itemsize
                     t.next_bytes = ceil_div(t.depth * width, tiles)
-                    if t.panels > 1:
+                    if t.panels > 1 or (panel + 1 == panel_end and kc + t.depth == pc + pack_depth):
                         t.next = NULL
                         t.next_bytes = 0
                     elif tiles == 1:
                         t.next = <const char *>t.b + STREAM_AHEAD
-                    elif kc + t.depth < pc + pack_depth:
-                        t.next = <const char *>t.b + t.depth * width
-                    elif panel + 1 < panel_end:
-                        t.next = b[1].data + pc * round_up(b[1].columns, kernels.vl) * itemsize
+                    elif pack_depth == g.depth:                 # one panel lies behind the other
+                        t.next = <const char *>t.b + min(<Py_ssize_t>GEMM_KC, pack_depth) * width
                     else:
-                        t.next = NULL
-                        t.next_bytes = 0
+                        t.next = b[1].data + pc * round_up(b[1].columns, kernels.vl) * itemsize
                     for tile in range(tiles):                   # register tiles
                         begin = tile * rows // tiles
                         t.rows = <int>((tile + 1) * rows // tiles - begin)
