@@ -50,4 +50,4 @@ def copy(array: Array, alignment: Alignment = "line") -> Array:
 
 def copies_if_cold(cold: bool, nbytes: int) -> int:
     """How many sets of arrays, of `nbytes` each, a cell rotates over."""
-    return math.ceil(COLD_BYTES / nbytes) if cold else 1
+    return 1 + math.ceil(COLD_BYTES / nbytes) if cold else 1
