@@ -10,7 +10,7 @@ import numpy as np
 import tileattn
 from benchmarks import peers
 from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
-from benchmarks.cells import BLOCKS, Block
+from benchmarks.cells import BLOCKS, Block, Step
 from benchmarks.report import OURS, Work, rotation, run
 from benchmarks.rounds import Candidate
 from tileattn import _core
@@ -22,18 +22,10 @@ def prepare(cell: Block, alignment: Alignment = "line") -> Work:
     B, T, D, N, K, H = cell.B, cell.T, cell.D, cell.N, cell.K, cell.H
     rng = np.random.default_rng(0)
     x = normal(rng, (B, T, D), alignment)
-    columns = (N + 2 * K) * H
-    first = peers.BlockWeights(
-        w_qkv=normal(rng, (D, columns), scale=D**-0.5),
-        w_o=normal(rng, (N * H, D), scale=(N * H) ** -0.5),
-        b_qkv=normal(rng, (columns,)),
-        b_o=normal(rng, (D,)),
-        norm_weight=normal(rng, (D,)),
-        norm_bias=normal(rng, (D,)),
-    )
+    first = random_weights(rng, cell)
     sets = copies_if_cold(cell.cold, first.w_qkv.nbytes + first.w_o.nbytes)
     weights = [first] + [peers.BlockWeights(*map(copy, first)) for _ in range(sets - 1)]
-    blocks = [tileattn.AttentionBlock(**_arguments(cell, w)) for w in weights]
+    blocks = [tileattn.AttentionBlock(**arguments(cell, w), is_causal=cell.causal) for w in weights]
     out = empty(x.shape, alignment)
     turn = rotation(sets)
 
@@ -60,7 +52,9 @@ def prepare(cell: Block, alignment: Alignment = "line") -> Work:
 
     def exact() -> Array:
         doubles = peers.BlockWeights(*(array.astype(np.float64) for array in first))
-        return tileattn.reference.attention_block(x.astype(np.float64), **_arguments(cell, doubles))
+        return tileattn.reference.attention_block(
+            x.astype(np.float64), **arguments(cell, doubles), is_causal=cell.causal
+        )
 
     return Work(
         cell,
@@ -75,21 +69,33 @@ def prepare(cell: Block, alignment: Alignment = "line") -> Work:
     )
 
 
-def _arguments(cell: Block, w: peers.BlockWeights) -> dict[str, Any]:
-    """What AttentionBlock's constructor takes."""
+def random_weights(rng: np.random.Generator, cell: Block | Step) -> peers.BlockWeights:
+    D, N, K, H = cell.D, cell.N, cell.K, cell.H
+    columns = (N + 2 * K) * H
+    return peers.BlockWeights(
+        w_qkv=normal(rng, (D, columns), scale=D**-0.5),
+        w_o=normal(rng, (N * H, D), scale=(N * H) ** -0.5),
+        b_qkv=normal(rng, (columns,)),
+        b_o=normal(rng, (D,)),
+        norm_weight=normal(rng, (D,)),
+        norm_bias=normal(rng, (D,)),
+    )
+
+
+def arguments(cell: Block | Step, w: peers.BlockWeights) -> dict[str, Any]:
+    """The weights as AttentionBlock's constructor takes them."""
     N, K, H = cell.N, cell.K, cell.H
     cuts = [N * H, (N + K) * H]
-    arguments: dict[str, Any] = {
+    given: dict[str, Any] = {
         "w_o": w.w_o.reshape(N, H, cell.D),
         "b_o": w.b_o,
         "norm": tileattn.LayerNorm(w.norm_weight, w.norm_bias),
-        "is_causal": cell.causal,
     }
     matrices, biases = np.split(w.w_qkv, cuts, axis=1), np.split(w.b_qkv, cuts)
     for name, heads, matrix, bias in zip("qkv", (N, K, K), matrices, biases, strict=True):
-        arguments[f"w_{name}"] = matrix.reshape(cell.D, heads, H)
-        arguments[f"b_{name}"] = bias.reshape(heads, H)
-    return arguments
+        given[f"w_{name}"] = matrix.reshape(cell.D, heads, H)
+        given[f"b_{name}"] = bias.reshape(heads, H)
+    return given
 
 
 if __name__ == "__main__":

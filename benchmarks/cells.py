@@ -169,7 +169,35 @@ class Block:
         return cost.matmul_flops
 
 
-Cell = Projection | Attention | Varlen | Block
+@dataclass(frozen=True)
+class Step:
+    """A step of decoding: one position of B sequences through a block whose cache has S of each."""
+
+    B: int
+    S: int
+    D: int
+    N: int
+    K: int
+    H: int
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        sizes = " ".join(f"{letter}{getattr(self, letter)}" for letter in "BSDNKH")
+        return f"{sizes} {_temperature(self.cold)}"
+
+    @property
+    def of_limit(self) -> Limit:
+        return "read bandwidth"
+
+    @cached_property
+    def flops(self) -> int:
+        """Of all matrix products."""
+        projections = self.D * 2 * (self.N + self.K) * self.H
+        return 2 * self.B * (projections + 2 * (self.S + 1) * self.N * self.H)
+
+
+Cell = Projection | Attention | Varlen | Block | Step
 
 
 def _sizes(cell: Attention | Varlen | Block, axes: str) -> str:
@@ -243,4 +271,10 @@ BLOCKS = (
     Block(T=2048, D=4096, N=32, K=8, H=128, B=1, causal=True),
     Block(T=1, D=4096, N=32, K=8, H=128, B=1, cold=True),
     Block(T=1, D=4096, N=32, K=8, H=128, B=8, cold=True),
+)
+
+DECODING = (
+    Step(B=1, S=256, D=576, N=9, K=3, H=64),
+    Step(B=1, S=2048, D=4096, N=32, K=8, H=128, cold=True),
+    Step(B=8, S=2048, D=4096, N=32, K=8, H=128, cold=True),
 )

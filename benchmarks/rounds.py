@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tileattn import _core
 
@@ -33,12 +33,14 @@ Key = TypeVar("Key", bound=Hashable)
 class Candidate:
     """`call(threads)` does the work and returns its result; `prepare(threads)` is not timed.
 
-    One that is not `same` computes something else, and only its time is of interest.
+    One that is not `same` computes something else, and only its time is of interest; with
+    `counted` it is only so many seconds of it, as the result tells.
     """
 
-    call: Callable[[int], object]
+    call: Callable[[int], Any]
     prepare: Callable[[int], object] = lambda threads: None
     same: bool = True
+    counted: Callable[[Any], float] | None = None
 
 
 class Spread(NamedTuple):
@@ -51,21 +53,23 @@ class Spread(NamedTuple):
 
 def timed(candidate: Candidate, threads: int) -> Turn:
     """The turn of a candidate: one call that does not count, then calls for TURN seconds."""
-    call, seconds = candidate.call, 0.0
+    call, counted, seconds = candidate.call, candidate.counted, 0.0
 
     def turn() -> float:
         nonlocal seconds
         candidate.prepare(threads)
         if seconds < WARM_UP_BELOW:
             call(threads)
-        calls, start = 0, time.perf_counter()
+        calls, part, start = 0, 0.0, time.perf_counter()
         while True:
-            call(threads)
+            result = call(threads)
             calls += 1
             passed = time.perf_counter() - start
+            if counted is not None:
+                part += counted(result)
             if passed >= TURN:
                 seconds = passed / calls
-                return seconds
+                return seconds if counted is None else part / calls
 
     return turn
 

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from benchmarks import peers, report
-from benchmarks.cells import ATTENTION, BLOCKS, OPTIONS, PROJECTIONS, VARLEN, Attention, Varlen
+from benchmarks.cells import (
+    ATTENTION,
+    BLOCKS,
+    DECODING,
+    OPTIONS,
+    PROJECTIONS,
+    VARLEN,
+    Attention,
+    Step,
+    Varlen,
+)
 from benchmarks.report import OURS, Work, rotation
 from benchmarks.rounds import Candidate
 
@@ -42,7 +52,8 @@ def test_names_tell_the_sizes():
         "A2 low B1 T1 S4 N2 K1 H8 cold",
     ]
     assert Varlen("V", (5, 2, 9), N=4, K=2, H=8).name == "V B3 S2..9 N4 K2 H8 hot"
-    for cells in (ATTENTION, BLOCKS, OPTIONS, PROJECTIONS, VARLEN):
+    assert Step(B=1, S=9, D=32, N=4, K=2, H=8, cold=True).name == "B1 S9 D32 N4 K2 H8 cold"
+    for cells in (ATTENTION, BLOCKS, DECODING, OPTIONS, PROJECTIONS, VARLEN):
         assert len({cell.name for cell in cells}) == len(cells)
 
 
