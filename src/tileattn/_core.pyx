@@ -12,7 +12,8 @@ and one function that does an item, its loops in textbook order:
     finish_heads        RoPE(norm(Q))          a share of the heads
     append_item         K and V into a cache   a block of rows
 
-The Python functions at the end read arrays into plans and deal the items out with `prange`. Items write
+The Python functions at the end read arrays into plans and deal the items out with `prange`; a block's
+are those of several operations, stage by stage (stage_item), in one parallel region. Items write
 to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
 dealt. The arithmetic is done by the C tile kernels in csrc/. Inside the loops there are pointers and
 strides only; strides count elements.
@@ -2063,6 +2064,49 @@ cdef int place_fresh(const ta_kernels *kernels, Fresh *fresh, uintptr_t *cursor,
     return 0
 
 
+cdef enum:
+    # The stages of a block, one after the other, each in items of its own.
+    PRE_NORM
+    PROJECT
+    FINISH_HEADS
+    ATTEND
+    MERGE
+    OUTPUT
+    FINISH_OUTPUT
+    STAGES
+
+
+cdef struct Stages:
+    Norm pre_norm
+    Gemm q, kv, o
+    Attention a
+    Py_ssize_t items[STAGES]
+    double began[STAGES + 1]
+
+
+cdef void stage_item(const Stages *s, int stage, Py_ssize_t i, char *memory) noexcept nogil:
+    cdef Py_ssize_t items = s.items[stage], q_items
+    if stage == PRE_NORM:
+        norm_item(&s.pre_norm, i, items)
+    elif stage == PROJECT:
+        q_items = gemm_items(&s.q)
+        if i < q_items:
+            gemm_item(&s.q, i, memory)
+        else:
+            gemm_item(&s.kv, i - q_items, memory)
+    elif stage == FINISH_HEADS:
+        finish_item(&s.q, i, items)
+        finish_item(&s.kv, i, items)
+    elif stage == ATTEND:
+        attention_item(&s.a, i, memory)
+    elif stage == MERGE:
+        merge_item(&s.a, i)
+    elif stage == OUTPUT:
+        gemm_item(&s.o, i, memory)
+    else:
+        finish_item(&s.o, i, items)
+
+
 cdef class Block:
     """x + attention(x W_Q, c W_K, c W_V) W_O, normalised: the packed weights and what all calls share.
 
@@ -2179,13 +2223,13 @@ cdef class Block:
         of each row [B, T, rotary_dim / 2]. Returns the seconds spent in projecting q, k and v, in
         attention, and in the rest.
         """
-        cdef Gemm q_gemm, kv_gemm, o_gemm
+        cdef Stages stages
+        cdef Stages *s = &stages
         cdef Fresh fresh
         cdef Target[3] qkv
         cdef Target z
-        cdef Norm norm, pre_norm
+        cdef Norm norm
         cdef Heads[3] heads
-        cdef Attention a
         cdef AttentionScratch layout
         cdef Array array
         cdef Scratch scratch
@@ -2196,148 +2240,126 @@ cdef class Block:
         cdef Py_ssize_t B = x.shape[0], T = x.shape[1], D = self.post_norm.columns
         cdef bint is_projected = span is not None and span.starts is None
         cdef Py_ssize_t S = 0 if is_projected else T if context is None else context.shape[1]
-        cdef Py_ssize_t i, each, q_items, kv_items, a_items, a_merges, o_items
-        cdef Py_ssize_t pre_items = 0, heads_items = 0, post_items = 0
+        cdef Py_ssize_t i, each
+        cdef int stage
         cdef bytearray _unrolled
-        cdef double[4] clock
-        cdef double *now = clock
         cdef bint together = context is None and self.w_kv is self.w_q and not is_projected
 
         if B * T == 0:
             return (0.0, 0.0, 0.0)
-        read_rows(x, &q_gemm.a, &q_gemm.rows)
-        read_rows(x if context is None else context, &kv_gemm.a, &kv_gemm.rows)
+        read_rows(x, &s.q.a, &s.q.rows)
+        read_rows(x if context is None else context, &s.kv.a, &s.kv.rows)
         read_array(out, &array, True)
-        a.kernels = kernels
-        read_options(&a, scores, visibility)
+        s.a.kernels = kernels
+        read_options(&s.a, scores, visibility)
         require_possible(<double>itemsize * B * (
             <double>T * (N * (H + Hv) + D) + <double>S * K * (H + Hv)))
 
         # Where q, y, and k and v if they have no other place, will lie in the scratch; what each thread
         # needs comes behind them.
-        a.q = whole_array(carve(&cursor, B * T * N * H * itemsize), B, T, N, H)
+        s.a.q = whole_array(carve(&cursor, B * T * N * H * itemsize), B, T, N, H)
         read_span(kernels, span, &fresh)
         place_fresh(kernels, &fresh, &cursor, B, S, K, H, Hv)
-        a.k, a.v = fresh.rows[0], fresh.rows[1]
+        s.a.k, s.a.v = fresh.rows[0], fresh.rows[1]
         if span is not None:
-            a.k, a.v = fresh.slots[0], fresh.slots[1]
+            s.a.k, s.a.v = fresh.slots[0], fresh.slots[1]
             if span.is_ring:
-                _unrolled = unroll(&a)
-            a.k.shape[1] = a.v.shape[1] = longest(&a)
-        a.out = whole_array(carve(&cursor, B * T * N * Hv * itemsize), B, T, N, Hv)
-        a.lse.data = NULL
-        a.group = N // K
+                _unrolled = unroll(&s.a)
+            s.a.k.shape[1] = s.a.v.shape[1] = longest(&s.a)
+        s.a.out = whole_array(carve(&cursor, B * T * N * Hv * itemsize), B, T, N, Hv)
+        s.a.lse.data = NULL
+        s.a.group = N // K
 
-        threads = team_size(threads, attention_flops(&a) + 2.0 * (
+        threads = team_size(threads, attention_flops(&s.a) + 2.0 * (
             B * T * self.w_q.depth * N * H + B * S * self.w_kv.depth * K * (H + Hv)
             + B * T * N * Hv * D))
-        o_gemm.rows = q_gemm.rows
-        plan_gemm(&q_gemm, self.w_q, 0, 3 if together else 1, qkv, threads)
+        s.o.rows = s.q.rows
+        plan_gemm(&s.q, self.w_q, 0, 3 if together else 1, qkv, threads)
         if together:
-            kv_gemm.rows = 0
-            plan_gemm(&kv_gemm, self.w_kv, 1, 1, &qkv[1], threads)
+            s.kv.rows = 0
+            plan_gemm(&s.kv, self.w_kv, 1, 1, &qkv[1], threads)
         else:
-            kv_gemm.rows = B * S
-            self.plan_kv_gemm(&kv_gemm, &qkv[1], threads)
-        norm.residual = q_gemm.a
+            s.kv.rows = B * S
+            self.plan_kv_gemm(&s.kv, &qkv[1], threads)
+        norm.residual = s.q.a
+        s.items[PRE_NORM] = 0
         if self.pre_norm.normalize:
             # A row is normalised where it is packed, unless several threads would do the same to many: that
             # costs two threads up to 1%, and grows with their number. A loop for few rows costs as much.
-            if q_gemm.panel_parts > 1 and q_gemm.rows > kernels.gemm_mr:
-                pre_items = threads
-                pre_norm.x = q_gemm.a
-                pre_norm.out_stride = D + SKEW
-                pre_norm.out = carve(&cursor, q_gemm.rows * pre_norm.out_stride * itemsize)
+            if s.q.panel_parts > 1 and s.q.rows > kernels.gemm_mr:
+                s.items[PRE_NORM] = threads
+                s.pre_norm.x = s.q.a
+                s.pre_norm.out_stride = D + SKEW
+                s.pre_norm.out = carve(&cursor, s.q.rows * s.pre_norm.out_stride * itemsize)
             else:
-                q_gemm.a_norm = &self.pre_norm
-        plan_attention(&a, threads, B)
-        require_attention(&a)
-        a.parts = carve(&cursor, parts_size(&a))
-        plan_gemm(&o_gemm, self.w_o, 0, 1, &z, threads)
-        q_items = gemm_items(&q_gemm)
-        kv_items = gemm_items(&kv_gemm)
-        a_items = attention_items(&a)
-        a_merges = merge_items(&a)
-        o_items = gemm_items(&o_gemm)
-        threads = <int>min(<Py_ssize_t>threads, max(q_items + kv_items, a_items, o_items))
-        each = round_up(max(gemm_scratch(&q_gemm), gemm_scratch(&kv_gemm), gemm_scratch(&o_gemm),
-                            attention_scratch(&a, &layout, NULL)), CACHE_LINE)
+                s.q.a_norm = &self.pre_norm
+        plan_attention(&s.a, threads, B)
+        require_attention(&s.a)
+        s.a.parts = carve(&cursor, parts_size(&s.a))
+        plan_gemm(&s.o, self.w_o, 0, 1, &z, threads)
+        s.items[PROJECT] = gemm_items(&s.q) + gemm_items(&s.kv)
+        s.items[ATTEND] = attention_items(&s.a)
+        s.items[MERGE] = merge_items(&s.a)
+        s.items[OUTPUT] = gemm_items(&s.o)
+        threads = <int>min(<Py_ssize_t>threads, max(s.items[PROJECT], s.items[ATTEND], s.items[OUTPUT]))
+        each = round_up(max(gemm_scratch(&s.q), gemm_scratch(&s.kv), gemm_scratch(&s.o),
+                            attention_scratch(&s.a, &layout, NULL)), CACHE_LINE)
         scratch = take_scratch(cursor + each * threads)
 
-        a.q.data = scratch.data + <uintptr_t>a.q.data
-        a.out.data = scratch.data + <uintptr_t>a.out.data
-        a.parts = scratch.data + <uintptr_t>a.parts
+        s.a.q.data = scratch.data + <uintptr_t>s.a.q.data
+        s.a.out.data = scratch.data + <uintptr_t>s.a.out.data
+        s.a.parts = scratch.data + <uintptr_t>s.a.parts
         workspace = scratch.data + cursor
-        qkv[0] = Target(a.q.data, N * H, self.biases[0])
+        qkv[0] = Target(s.a.q.data, N * H, self.biases[0])
         z = Target(array.data, D, self.biases[3])
-        if pre_items:
-            pre_norm.kernels = kernels
-            pre_norm.how = self.pre_norm
-            pre_norm.rows = q_gemm.rows
-            pre_norm.residual.data = NULL
-            pre_norm.out = scratch.data + <uintptr_t>pre_norm.out
-            q_gemm.a = Rows(pre_norm.out, q_gemm.rows, 0, pre_norm.out_stride, 1)
+        if s.items[PRE_NORM]:
+            s.pre_norm.kernels = kernels
+            s.pre_norm.how = self.pre_norm
+            s.pre_norm.rows = s.q.rows
+            s.pre_norm.residual.data = NULL
+            s.pre_norm.out = scratch.data + <uintptr_t>s.pre_norm.out
+            s.q.a = Rows(s.pre_norm.out, s.q.rows, 0, s.pre_norm.out_stride, 1)
         heads[0] = self.heads[0]
-        plan_heads(&heads[0], a.q, a.q, q_angles, read_integers(positions))
+        plan_heads(&heads[0], s.a.q, s.a.q, q_angles, read_integers(positions))
         if does_anything(&heads[0]):
-            q_gemm.heads[0] = &heads[0]
-        self.plan_fresh(&fresh, &q_gemm if together else &kv_gemm, &heads[1], &qkv[1], scratch.data,
+            s.q.heads[0] = &heads[0]
+        self.plan_fresh(&fresh, &s.q if together else &s.kv, &heads[1], &qkv[1], scratch.data,
                         k_angles)
         if span is None:
-            a.k.data, a.v.data = fresh.rows[0].data, fresh.rows[1].data
-        if is_unfinished(&q_gemm) or is_unfinished(&kv_gemm):
-            heads_items = threads
-        o_gemm.a = Rows(a.out.data, o_gemm.rows, 0, N * Hv, 1)
+            s.a.k.data, s.a.v.data = fresh.rows[0].data, fresh.rows[1].data
+        s.items[FINISH_HEADS] = threads if is_unfinished(&s.q) or is_unfinished(&s.kv) else 0
+        s.o.a = Rows(s.a.out.data, s.o.rows, 0, N * Hv, 1)
         if self.post_norm.normalize or self.residual:
             norm.kernels = kernels
             norm.how = self.post_norm
-            norm.rows = o_gemm.rows
+            norm.rows = s.o.rows
             norm.x = Rows(z.data, norm.rows, 0, z.row_stride, 1)
             if not self.residual:
                 norm.residual.data = NULL
             norm.out = z.data
             norm.out_stride = z.row_stride
-            o_gemm.norm = &norm
-            if is_unfinished(&o_gemm):
-                post_items = threads
+            s.o.norm = &norm
+        s.items[FINISH_OUTPUT] = threads if is_unfinished(&s.o) else 0
 
-        now[0] = omp_get_wtime()
-        with nogil, parallel(num_threads=threads):
-            if pre_items:
-                for i in prange(pre_items, schedule="static"):
-                    norm_item(&pre_norm, i, pre_items)
-                wait_for_all()
-            for i in prange(q_items + kv_items, schedule="dynamic"):
-                if i < q_items:
-                    gemm_item(&q_gemm, i, workspace + threadid() * each)
-                else:
-                    gemm_item(&kv_gemm, i - q_items, workspace + threadid() * each)
-            wait_for_all()
-            if heads_items:
-                for i in prange(heads_items, schedule="static"):
-                    finish_item(&q_gemm, i, heads_items)
-                    finish_item(&kv_gemm, i, heads_items)
-                wait_for_all()
-            if threadid() == 0:
-                now[1] = omp_get_wtime()
-            for i in prange(a_items, schedule="dynamic"):
-                attention_item(&a, i, workspace + threadid() * each)
-            wait_for_all()
-            if a_merges:
-                for i in prange(a_merges, schedule="static"):
-                    merge_item(&a, i)
-                wait_for_all()
-            if threadid() == 0:
-                now[2] = omp_get_wtime()
-            for i in prange(o_items, schedule="dynamic"):
-                gemm_item(&o_gemm, i, workspace + threadid() * each)
-            if post_items:
-                wait_for_all()
-                for i in prange(post_items, schedule="static"):
-                    finish_item(&o_gemm, i, post_items)
-        now[3] = omp_get_wtime()
+        if threads == 1:  # without a region, as in attention
+            with nogil:
+                for stage in range(STAGES):
+                    s.began[stage] = omp_get_wtime()
+                    for i in range(s.items[stage]):
+                        stage_item(s, stage, i, workspace)
+        else:
+            with nogil, parallel(num_threads=threads):
+                for stage in range(STAGES):
+                    if threadid() == 0:
+                        s.began[stage] = omp_get_wtime()
+                    if s.items[stage]:
+                        for i in prange(s.items[stage], schedule="dynamic"):
+                            stage_item(s, stage, i, workspace + threadid() * each)
+                        wait_for_all()
+        s.began[STAGES] = omp_get_wtime()
         give_scratch(scratch)
-        return (now[1] - now[0], now[2] - now[1], now[3] - now[2])
+        return (s.began[ATTEND] - s.began[PRE_NORM], s.began[OUTPUT] - s.began[ATTEND],
+                s.began[STAGES] - s.began[OUTPUT])
 
 
 def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
