@@ -329,8 +329,7 @@ def test_positions_beyond_the_kept_tables(monkeypatch):
     caches = [cache_for(made.block, 20, window=10) for _ in "12"]
     for cache in caches:
         cache._keys[...] = cache._values[...] = 0
-        cache._lengths = np.array([near, far])
-        cache._oldest = np.array([0, far - 10])
+        cache._lengths = cache._longest = np.array([near, far])
     for n in (1, 5, 11):
         rows = x[:, :n]
         close(made.block(rows, cache=caches[0]), made.reference(rows, cache=caches[1]))
@@ -415,12 +414,12 @@ def test_a_small_context():
 
 
 def refused(error, call, cache, *words):
-    before = cache.lengths, cache._oldest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    before = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
     with pytest.raises(error) as caught:
         call()
     for word in words:
         assert word in str(caught.value), str(caught.value)
-    after = cache.lengths, cache._oldest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    after = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
     assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
 
 
@@ -489,7 +488,7 @@ def test_other_mistakes():
     audio = random(1, B, 5, 17)
     projected = cross.block.context_cache(audio)
     far = cache_for(made.block, 20, window=10)
-    far._lengths = far._oldest = np.array([0, (1 << 53) - 2])
+    far._lengths = far._longest = np.array([0, (1 << 53) - 2])
     for error, call, words in (
         (TypeError, lambda: made.block(x, cache={}), ["cache", "KVCache", "dict"]),
         (TypeError, lambda: cross.block(x, cache=cache), ["cache", "context_cache"]),

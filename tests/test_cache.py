@@ -118,7 +118,7 @@ def test_a_ring_far_beyond_int32(T):
     q, _k, _v = qkv(2, T, 4, 2, 16, 16)
     near, far = (KVCache(2, 600, 2, 16, window=500) for _ in range(2))
     for cache, start in ((near, 0), (far, 256 * 3 << 40)):
-        cache._lengths[:], cache._oldest[:] = start, max(0, start - 600)
+        cache._lengths[:] = cache._longest[:] = start
         for t in range(0, 900, 60):
             cache.append(*qkv(2, 60, 4, 2, 16, 16, seed=t)[1:])
     assert same_bits(near.attend(q), far.attend(q))
@@ -304,12 +304,12 @@ def test_reorder_copies_what_is_in_use():
 
 
 def refused(cache, error, call, *words):
-    before = cache.lengths, cache._oldest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    before = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
     with pytest.raises(error) as caught:
         call()
     for word in words:
         assert word in str(caught.value), str(caught.value)
-    after = cache.lengths, cache._oldest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    after = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
     assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
 
 

@@ -136,7 +136,7 @@ class CacheSpan(NamedTuple):
     starts: Integers | None  # [B], the positions that new keys go to; None for no new ones
     counts: Integers | None  # [B], how many of them, or None for all
     lengths: Integers  # [B], with the new ones
-    oldest: Integers  # [B], what a ring will not have overwritten starts here
+    longest: Integers  # [B], in a ring the most that each has had since it was empty
 
 
 class CacheParameters:
@@ -152,7 +152,7 @@ class CacheParameters:
     _keys: Array
     _values: Array
     _lengths: Integers  # replaced, never changed in place
-    _oldest: Integers
+    _longest: Integers  # likewise; the most that a ring's sequences have had since they were empty
 
     def _check_fit(
         self, name: str, B: int, heads: tuple[int, int, int], dtype: np.dtype[Any]
@@ -174,20 +174,21 @@ class CacheParameters:
             None,
             None,
             self._lengths,
-            self._oldest,
+            self._longest,
         )
 
     def _longer_span(self, name: str, T: int, counts: Integers | None) -> CacheSpan:
         """What it will hold with T more positions, or counts[b], which argument `name` brings."""
         lengths = self._lengths + (T if counts is None else counts)
-        oldest, window = self._oldest, self.window
+        longest, window = self._longest, self.window
         if window is None:
             full = None if bounds(lengths)[1] <= self.capacity else lengths > self.capacity
         else:
-            oldest = np.maximum(oldest, lengths - self.capacity)
+            longest = np.maximum(longest, lengths)
             # What the next position sees is always left.
             full = None
             if window + T > self.capacity + 1:
+                oldest = longest - self.capacity
                 full = (lengths > self._lengths) & (self._first_seen(self._lengths) < oldest)
         if full is not None and full.any():
             b = int(full.argmax())
@@ -198,12 +199,17 @@ class CacheParameters:
                 f"{limit}"
             )
         return CacheSpan(
-            self._keys, self._values, window is not None, self._lengths, counts, lengths, oldest
+            self._keys, self._values, window is not None, self._lengths, counts, lengths, longest
         )
 
     def _advance(self, span: CacheSpan) -> None:
         """What the span says has been written."""
-        self._lengths, self._oldest = span.lengths, span.oldest
+        self._lengths, self._longest = span.lengths, span.longest
+
+    @property
+    def _oldest(self) -> Integers:
+        """What a ring has not overwritten starts here."""
+        return np.maximum(self._longest - self.capacity, 0)
 
     def _first_seen(self, positions: Integers) -> Integers:
         """The first key that a query at each position sees."""

@@ -16,6 +16,7 @@ from tileattn._arguments import (
     Integers,
     Window,
     arithmetic_type,
+    bounds,
     check_array,
     check_flag,
     check_int,
@@ -146,7 +147,7 @@ class KVCache(CacheParameters):
             offset += self.batch * slots * step
         self._keys, self._values = arrays
         self._lengths = np.zeros(self.batch, np.int64)
-        self._oldest = np.zeros(self.batch, np.int64)  # what a ring has not overwritten starts here
+        self._longest = np.zeros(self.batch, np.int64)
 
     def __repr__(self) -> str:
         parts = [f"B={self.batch}", f"capacity={self.capacity}"]
@@ -353,7 +354,7 @@ class KVCache(CacheParameters):
             self._check_positions(offset)
         keys, values = self._keys, self._values
         if self.window is None:
-            used = self._lengths.max()
+            used = bounds(self._lengths)[1]
             keys, values = keys[:, :used], values[:, :used]
         visibility = self._see(is_causal, offset, counts, self._lengths, window)
         arguments = AttentionArguments(q, keys, values, True, scores, visibility, out)
@@ -397,23 +398,24 @@ class KVCache(CacheParameters):
         array([2, 0])
         """
         left = check_integers("lengths", lengths, self.batch, scalar=True)
-        wrong = np.flatnonzero((left < 0) | (left > self._lengths))
-        if len(wrong):
-            b = wrong[0]
+        wrong = (left < 0) | (left > self._lengths)
+        if wrong.any():
+            b = int(wrong.argmax())
             raise ValueError(
                 f"lengths must lie between 0 and what each sequence has, got {left[b]} for "
                 f"sequence {b}, which has {self._lengths[b]}"
             )
-        lost = np.flatnonzero((left < self._lengths) & (self._first_seen(left) < self._oldest))
-        lost = lost[left[lost] > 0]
-        if len(lost):
-            b = lost[0]
-            raise ValueError(
-                f"lengths cuts sequence {b} to {left[b]} positions, but only those from "
-                f"{self._oldest[b]} on are left, and the next one sees {self.window}"
-            )
+        if self.window is not None:
+            cut = (left > 0) & (left < self._lengths)
+            lost = cut & (self._first_seen(left) < self._oldest)
+            if lost.any():
+                b = int(lost.argmax())
+                raise ValueError(
+                    f"lengths cuts sequence {b} to {left[b]} positions, but only those from "
+                    f"{self._oldest[b]} on are left, and the next one sees {self.window}"
+                )
+            self._longest = np.where(left == 0, 0, self._longest)
         self._lengths = left.copy()
-        self._oldest = np.where(left == 0, 0, self._oldest)
 
     def reorder(self, index: npt.ArrayLike) -> None:
         """Let sequence b go on from what sequence ``index[b]`` was, as a beam search does.
@@ -466,19 +468,20 @@ class KVCache(CacheParameters):
                 readers[a] -= 1
                 if readers[a] == 0 and a in moves:
                     free.append(a)
-        self._lengths, self._oldest = self._lengths[source], self._oldest[source]
+        self._lengths, self._longest = self._lengths[source], self._longest[source]
 
     def _check_positions(self, offset: Integers) -> None:
-        early = np.flatnonzero(offset < 0)
-        if len(early):
-            b = early[0]
+        if bounds(offset)[0] < 0:
+            b = int((offset < 0).argmax())
             raise ValueError(
                 f"q has {self._lengths[b] - offset[b]} queries for sequence {b}, which has "
                 f"{self._lengths[b]} positions: append their keys first"
             )
-        lost = np.flatnonzero(self._first_seen(offset) < self._oldest)
-        if len(lost):
-            b = lost[0]
+        if self.window is None:
+            return
+        lost = self._first_seen(offset) < self._oldest
+        if lost.any():
+            b = int(lost.argmax())
             raise ValueError(
                 f"q has {self._lengths[b] - offset[b]} queries for sequence {b}, of which the "
                 f"first sees {self.window} positions up to {offset[b]}, but only those from "
