@@ -765,6 +765,20 @@ def test_a_layer_for_another_context_is_refused(capsys, tmp_path):
     assert "context of width 9" in line
 
 
+def test_a_pre_norm_layer_is_refused(capsys, tmp_path):
+    random = np.random.default_rng(0)
+    shapes = {
+        "attn.c_attn.weight": (16, 48), "attn.c_attn.bias": (48,),
+        "attn.c_proj.weight": (16, 16), "attn.c_proj.bias": (16,),
+        "ln_1.weight": (16,), "ln_1.bias": (16,),
+    }  # fmt: skip
+    arrays = {f"h.0.{name}": random.standard_normal(shape) for name, shape in shapes.items()}
+    np.savez(tmp_path / "gpt2.npz", **arrays)
+    line = refusal_of(capsys, "run", "--weights", tmp_path / "gpt2.npz", "--heads", 4)
+    assert "pre-norm" in line
+    assert "load_block" in line
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_reported(capsys):
     line = refusal_of(capsys, "run", *SMALL, "--output", "/dev/full")

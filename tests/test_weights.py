@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from tileattn import AttentionBlock, LayerNorm, reference
+from tileattn import AttentionBlock, LayerNorm, RMSNorm, Rope, RopeScaling, reference
 from tileattn.weights import WeightsError, load_arguments, load_block, load_tensors
 
 D, N, K, H = 10, 4, 2, 3
@@ -66,6 +66,37 @@ def torch_names(layer, base, norm=True):
         tensors[f"{base}norm1.weight"] = flat["norm_weight"]
         tensors[f"{base}norm1.bias"] = flat["norm_bias"]
     return tensors
+
+
+def llama_names(layer, i, biases=()):
+    """Those of the biases that `biases` names, and the norms of heads that the layer has."""
+    flat, base = linear(layer), f"model.layers.{i}."
+    tensors = {f"{base}input_layernorm.weight": layer["norm_weight"]}
+    for part in "qkvo":
+        tensors[f"{base}self_attn.{part}_proj.weight"] = flat[f"w_{part}"]
+    for part in biases:
+        tensors[f"{base}self_attn.{part}_proj.bias"] = flat[f"b_{part}"]
+    for part in "qk":
+        if f"{part}_norm" in layer:
+            tensors[f"{base}self_attn.{part}_norm.weight"] = layer[f"{part}_norm"]
+    return tensors
+
+
+def gpt2_names(layer, i):
+    tensors, base = torch_names(layer, "", norm=False), f"transformer.h.{i}."
+    return {
+        f"{base}attn.c_attn.weight": tensors["in_proj_weight"].T,
+        f"{base}attn.c_attn.bias": tensors["in_proj_bias"],
+        f"{base}attn.c_proj.weight": tensors["out_proj.weight"].T,
+        f"{base}attn.c_proj.bias": tensors["out_proj.bias"],
+        f"{base}ln_1.weight": layer["norm_weight"],
+        f"{base}ln_1.bias": layer["norm_bias"],
+    }
+
+
+def configure(path, **values):
+    path.with_name("config.json").write_text(json.dumps(values))
+    return path
 
 
 def save(path, tensors):
@@ -272,6 +303,185 @@ def test_state_dict_of_torch(npz):
     np.testing.assert_allclose(output, expected, rtol=0, atol=TOLERANCE * abs(expected).max())
 
 
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": N,
+    "num_key_value_heads": K,
+    "rms_norm_eps": 0.01,
+    "rope_theta": 50.0,
+}
+
+
+def make_decoder_layer(seed, dtype=np.float64):
+    """As make_layer, with an even head width, and norms of heads."""
+    random = np.random.default_rng(seed)
+    shapes = {
+        "w_q": (D, N, 4), "w_k": (D, K, 4), "w_v": (D, K, 4), "w_o": (N, 4, D),
+        "b_q": (N, 4), "b_k": (K, 4), "b_v": (K, 4), "b_o": (D,),
+        "norm_weight": (D,), "norm_bias": (D,), "q_norm": (4,), "k_norm": (4,),
+    }  # fmt: skip
+    return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def plain_decoder(layer):
+    return {name: layer[name] for name in layer if name not in ("q_norm", "k_norm")}
+
+
+def check_decoder(block, layer, *, biases="", **options):
+    """As `check`, for a pre-norm block with those options, of which the norm is one."""
+    names = [f"w_{part}" for part in "qkvo"] + [f"b_{part}" for part in biases]
+    arguments = {name: layer[name] for name in names}
+    arguments |= {"norm_position": "pre", "is_causal": True} | options
+    x = np.random.default_rng(99).normal(size=(2, 7, D)).astype(block.dtype)
+    output = block(x)
+    np.testing.assert_array_equal(output, AttentionBlock(**arguments)(x))
+    if block.dtype == np.float64:
+        expected = reference.attention_block(x, **arguments)
+        np.testing.assert_allclose(output, expected, rtol=0, atol=TOLERANCE * abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_llama_names(path, dtype):
+    layers = [plain_decoder(make_decoder_layer(seed, dtype)) for seed in range(3)]
+    tensors = {k: v for i, layer in enumerate(layers) for k, v in llama_names(layer, i).items()}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, dtype)
+    tensors["model.layers.0.post_attention_layernorm.weight"] = np.ones(D, dtype)
+    configure(save(path, tensors), **LLAMA)
+    for i, layer in enumerate(layers):
+        norm = RMSNorm(layer["norm_weight"], eps=0.01)
+        check_decoder(load_block(path, layer=i), layer, norm=norm, rope=Rope(theta=50.0))
+    assert not load_block(path, is_causal=False).is_causal
+
+
+def test_llama_with_biases_and_a_scaled_rope(npz):
+    layer = plain_decoder(make_decoder_layer(30))
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    configure(save(npz, llama_names(layer, 0, "qkvo")), **LLAMA, rope_scaling=scaling)
+    norm = RMSNorm(layer["norm_weight"], eps=0.01)
+    rope = Rope(theta=50.0, scaling=RopeScaling.linear(4.0))
+    check_decoder(load_block(npz), layer, biases="qkvo", norm=norm, rope=rope)
+
+
+def test_llama_whose_config_leaves_out_what_is_usual(npz):
+    layer = plain_decoder(make_decoder_layer(31))
+    save(npz, llama_names(layer, 0))
+    configure(npz, model_type="llama")
+    norm = RMSNorm(layer["norm_weight"], eps=1e-6)
+    block = load_block(npz, num_heads=N, num_kv_heads=K)
+    check_decoder(block, layer, norm=norm, rope=Rope())
+    fails(npz, "num_heads must be given")
+
+
+def test_gemma_s_weights_are_distances_from_one(npz):
+    layer = plain_decoder(make_decoder_layer(32))
+    configure(save(npz, llama_names(layer, 0)), **LLAMA | {"model_type": "gemma"})
+    norm = RMSNorm(1 + layer["norm_weight"], eps=0.01)
+    check_decoder(load_block(npz), layer, norm=norm, rope=Rope(theta=50.0))
+
+
+def test_qwen3_has_norms_of_heads(path):
+    layer = make_decoder_layer(33)
+    configure(save(path, llama_names(layer, 0)), **LLAMA | {"model_type": "qwen3"})
+    norms = {
+        "norm": RMSNorm(layer["norm_weight"], eps=0.01),
+        "q_norm": RMSNorm(layer["q_norm"], eps=0.01),
+        "k_norm": RMSNorm(layer["k_norm"], eps=0.01),
+    }
+    check_decoder(load_block(path), layer, **norms, rope=Rope(theta=50.0))
+    configure(path, **LLAMA)
+    fails_beside(path, "model_type is 'llama', but the layer has a q_norm")
+    save(path, llama_names(plain_decoder(layer), 0))
+    configure(path, **LLAMA | {"model_type": "qwen3"})
+    fails_beside(path, "model_type is 'qwen3', but the layer has no q_norm")
+
+
+@pytest.mark.parametrize(
+    "values, window",
+    [
+        ({"model_type": "llama", "sliding_window": 3}, None),
+        ({"model_type": "mistral", "sliding_window": 3}, (2, None)),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, (4095, None)),
+        ({"model_type": "qwen2", "sliding_window": 3, "max_window_layers": 0}, None),
+        (
+            {"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True}
+            | {"max_window_layers": 1},
+            (2, None),
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True}
+            | {"max_window_layers": 2},
+            None,
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 3}
+            | {"layer_types": ["full_attention", "sliding_attention"]},
+            (2, None),
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 3}
+            | {"layer_types": ["sliding_attention", "full_attention"]},
+            None,
+        ),
+    ],
+)
+def test_windows_of_decoders(npz, values, window):
+    layer = plain_decoder(make_decoder_layer(34))
+    configure(save(npz, llama_names(layer, 1, "qkv")), **LLAMA | values)
+    norm = RMSNorm(layer["norm_weight"], eps=0.01)
+    options = {"norm": norm, "rope": Rope(theta=50.0), "local_window_size": window}
+    block = load_block(npz, layer=1)
+    assert block.local_window_size == window
+    check_decoder(block, layer, biases="qkv", **options)
+
+
+def test_gpt2_names(path):
+    layers = [make_layer(seed, num_kv_heads=N) for seed in range(2)]
+    tensors = {k: v for i, layer in enumerate(layers) for k, v in gpt2_names(layer, i).items()}
+    tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 5, 5))
+    tensors["transformer.h.0.attn.masked_bias"] = np.ones(())
+    save(path, tensors)
+    for i, layer in enumerate(layers):
+        norm = LayerNorm(layer["norm_weight"], layer["norm_bias"])
+        block = load_block(path, layer=i, num_heads=N)
+        check_decoder(block, layer, biases="qkvo", norm=norm)
+    configure(path, model_type="gpt2", n_head=N, layer_norm_epsilon=0.5)
+    norm = LayerNorm(layers[1]["norm_weight"], layers[1]["norm_bias"], eps=0.5)
+    check_decoder(load_block(path, layer=1), layers[1], biases="qkvo", norm=norm)
+    configure(path, model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
+    fails_beside(path, "scale_attn_by_inverse_layer_idx is True, expected False", num_heads=N)
+    configure(path, model_type="imagegpt")
+    fails_beside(path, "model_type is 'imagegpt', expected one of gpt2", num_heads=N)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({}, "is missing or has no model_type"),
+        (LLAMA | {"model_type": "gemma2"}, "model_type is 'gemma2', expected one of llama, "),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a positive"),
+        (LLAMA | {"rms_norm_eps": "0"}, "rms_norm_eps is '0', expected a number"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        (LLAMA | {"layer_types": []}, r"layer_types is \[\], expected .* for layer 0"),
+    ],
+)
+def test_config_of_a_decoder_that_cannot_be_used(npz, values, message):
+    save(npz, llama_names(plain_decoder(make_decoder_layer(35)), 0))
+    if values:
+        configure(npz, **values)
+    fails_beside(npz, message)
+
+
+def test_a_decoder_of_another_formula(npz):
+    tensors = llama_names(plain_decoder(make_decoder_layer(36)), 0)
+    stranger = "model.layers.0.self_attn.sinks"
+    configure(save(npz, tensors | {stranger: np.ones(N)}), **LLAMA)
+    fails(npz, f"{stranger} is not part of a Hugging Face Llama layer")
+    tensors = gpt2_names(make_layer(36, num_kv_heads=N), 0)
+    stranger = "transformer.h.0.attn.q_attn.weight"
+    fails(save(npz, tensors | {stranger: np.eye(D)}), f"{stranger} is not part of")
+
+
 def test_prefix_chooses_among_stacks(npz):
     query, passage = make_layer(7), make_layer(8)
     tensors = {f"query.{name}": tensor for name, tensor in own_names(query, 0).items()}
@@ -359,6 +569,15 @@ def fails(path, match, **arguments):
     assert message.startswith(f"{path}: ")
 
 
+def fails_beside(path, match, **arguments):
+    """The same, where the config.json beside the file is at fault."""
+    with pytest.raises(WeightsError, match=match) as caught:
+        load_block(path, **arguments)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert message.startswith(f"{path.with_name('config.json')}: ")
+
+
 def test_no_such_file(tmp_path):
     fails(tmp_path / "absent.npz", "no such file")
     fails(tmp_path / "absent.safetensors", "no such file")
@@ -437,6 +656,7 @@ NAMED = [
     (bert_names(make_layer(20, num_kv_heads=N), 0), {"num_heads": N}),
     (torch_names(make_layer(20, num_kv_heads=N), "layers.0."), {"num_heads": N}),
     (torch_names(make_layer(20, num_kv_heads=N), "", norm=False), {"num_heads": N}),
+    (gpt2_names(make_layer(20, num_kv_heads=N), 0), {"num_heads": N}),
 ]
 OPTIONAL = {"b_q", "b_k", "b_v", "b_o", "norm_weight", "norm_bias"}
 
@@ -448,7 +668,7 @@ def test_each_tensor_missing(npz, tensors, arguments):
     for name in required:
         save(npz, {other: tensor for other, tensor in tensors.items() if other != name})
         # Without the one tensor by which it is known, the file holds nothing known.
-        known = not name.endswith("in_proj_weight")
+        known = not name.endswith(("in_proj_weight", "c_attn.weight"))
         text = f"the tensor {name} is missing" if known else "no attention layer of a known kind"
         fails(npz, text, **arguments)
 
@@ -466,7 +686,7 @@ def test_each_tensor_of_the_wrong_shape(npz, tensors, arguments, change):
         save(npz, tensors | {name: wrong})
         # The tensor that comes first defines an axis: its longer rows are believed, and it is a
         # later tensor's shape that does not fit.
-        believed = change == "longer" and name.endswith(("w_q", "w_k"))
+        believed = change == "longer" and name.endswith(("w_q", "w_k", "c_attn.weight"))
         culprit = r"\S+" if believed else name
         fails(npz, rf"{culprit} has shape \[.*\], expected \[.*\]", **arguments)
 
@@ -506,9 +726,9 @@ def test_layer_out_of_range(npz):
 
 
 def test_names_of_no_known_kind(path):
-    names = [f"h.{i}.attn.c_attn.weight" for i in range(5)]
+    names = [f"h.{i}.attn.qkv.weight" for i in range(5)]
     save(path, {name: np.eye(2) for name in names})
-    fails(path, r"found 5 tensors \(h\.0\.attn\.c_attn\.weight, .*\.\.\.\); expected one of ")
+    fails(path, r"found 5 tensors \(h\.0\.attn\.qkv\.weight, .*\.\.\.\); expected one of ")
     fails(path, r"w_q .*encoder\.layer\.\{i\}\.attention\.self\.query\.weight .*in_proj_weight ")
     save(path, {"one": np.eye(2)})
     fails(path, r"found 1 tensor \(one\);")

@@ -351,6 +351,11 @@ def _from_file(arguments: argparse.Namespace) -> _Problem:
             is_causal=is_causal,
         )
         block = AttentionBlock(**weights)
+    if block.norm_position != "post":
+        raise CommandError(
+            f"{arguments.weights}: layer {layer} is pre-norm, and run takes apart post-norm layers "
+            f"only; tileattn.weights.load_block loads it"
+        )
     if block.context_dim != block.model_dim:
         raise CommandError(
             f"{arguments.weights}: layer {layer} attends to a context of width "

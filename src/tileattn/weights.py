@@ -4,9 +4,13 @@
 their shapes. Only layers that compute exactly
 
     LayerNorm(X + softmax(Q K^T / sqrt(H)) V W_O)        (post-norm, no positions in the scores)
+    X + softmax(Q K^T / sqrt(H)) V W_O                   (decoders: pre-norm, causal,
+                                                          Q K V from the norm of X)
 
-are read, and for a bare attention module the same without X and LayerNorm. A file that holds
-anything else in the layer's attention is refused by name, rather than computed wrongly.
+are read, and for a bare attention module the first without X and LayerNorm. A file that holds
+anything else in the layer's attention is refused by name, rather than computed wrongly. The names
+of Llama are those of many models whose formulas differ in what is no tensor; there the config.json
+must say which it is, and `MODELS` which of them are understood.
 """
 
 import importlib
@@ -23,7 +27,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.block import AttentionBlock, LayerNorm, _from_linear_arguments
+from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, _from_linear_arguments
+from tileattn.rope import Rope
 
 __all__ = ["WeightsError", "load_arguments", "load_block", "load_tensors"]
 
@@ -41,9 +46,20 @@ class Naming:
     scope: str  # pattern of the names which, beside those above, would change the formula
     optional: tuple[str, ...] = ()  # arguments that may be absent, those of one entry together
     linear: bool = True  # matrices are [out, in] as torch.nn.Linear holds them
+    transposed: bool = False  # or they are [in, out]
     eps: float | None = 1e-5  # LayerNorm's; None: neither LayerNorm nor residual
-    config: bool = False  # a config.json beside the file knows num_attention_heads, layer_norm_eps
+    # What a config.json beside the file calls N, K and eps.
+    heads_key: str | None = None
+    kv_heads_key: str | None = None
+    eps_key: str | None = None
+    models: tuple[str, ...] = ()  # what its model_type must be, where it says one; () for anything
+    needs_config: bool = False
+    is_decoder: bool = False
     any_prefix: bool = True  # False: with no prefix given, only names without one are looked at
+
+
+# Of the models with Llama's names, those whose layers are computed here.
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 
 
 NAMINGS = (
@@ -85,7 +101,8 @@ NAMINGS = (
         sign="w_q w_k w_v",
         scope=r"attention\..+",
         eps=1e-12,
-        config=True,
+        heads_key="num_attention_heads",
+        eps_key="layer_norm_eps",
     ),
     Naming(
         title="torch.nn.TransformerEncoderLayer",
@@ -117,6 +134,54 @@ NAMINGS = (
         eps=None,
         any_prefix=False,
     ),
+    Naming(
+        title="Hugging Face Llama",
+        layers="layers.{i}.",
+        tensors={
+            "w_q": ("self_attn.q_proj.weight", "NH D"),
+            "w_k": ("self_attn.k_proj.weight", "KH D"),
+            "w_v": ("self_attn.v_proj.weight", "KH D"),
+            "w_o": ("self_attn.o_proj.weight", "D NH"),
+            "b_q": ("self_attn.q_proj.bias", "NH"),
+            "b_k": ("self_attn.k_proj.bias", "KH"),
+            "b_v": ("self_attn.v_proj.bias", "KH"),
+            "b_o": ("self_attn.o_proj.bias", "D"),
+            "norm_weight": ("input_layernorm.weight", "D"),
+            "q_norm_weight": ("self_attn.q_norm.weight", "H"),
+            "k_norm_weight": ("self_attn.k_norm.weight", "H"),
+        },
+        sign="w_q w_k w_v",
+        # Old files have the rope's frequencies, which follow from the config.json.
+        scope=r"self_attn\.(?!rotary_emb\.inv_freq$).+",
+        optional=("b_q b_k b_v", "b_o", "q_norm_weight k_norm_weight"),
+        eps=1e-6,
+        heads_key="num_attention_heads",
+        kv_heads_key="num_key_value_heads",
+        eps_key="rms_norm_eps",
+        models=MODELS,
+        needs_config=True,
+        is_decoder=True,
+    ),
+    Naming(
+        title="Hugging Face GPT-2",
+        layers="h.{i}.",
+        tensors={
+            "w_qkv": ("attn.c_attn.weight", "D RH"),
+            "w_o": ("attn.c_proj.weight", "NH D"),
+            "b_qkv": ("attn.c_attn.bias", "RH"),
+            "b_o": ("attn.c_proj.bias", "D"),
+            "norm_weight": ("ln_1.weight", "D"),
+            "norm_bias": ("ln_1.bias", "D"),
+        },
+        sign="w_qkv",
+        # Old files have the causal mask, and what it masks with.
+        scope=r"attn\.(?!(masked_)?bias$).+",
+        transposed=True,
+        heads_key="n_head",
+        eps_key="layer_norm_epsilon",
+        models=("gpt2",),
+        is_decoder=True,
+    ),
 )
 
 
@@ -131,14 +196,18 @@ def load_block(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     prefix: str | None = None,
-    is_causal: bool = False,
+    is_causal: bool | None = None,
 ) -> AttentionBlock:
     """Build an `AttentionBlock` from one layer of a file of weights.
 
     The kinds of names are tileattn's own (the constructor's arguments, `norm_weight` and
-    `norm_bias`), those of Hugging Face BERT and its relatives, and those of
-    `torch.nn.TransformerEncoderLayer` and `torch.nn.MultiheadAttention`; the table `NAMINGS` in
+    `norm_bias`), those of Hugging Face BERT and its relatives, those of
+    `torch.nn.TransformerEncoderLayer` and `torch.nn.MultiheadAttention`, and those of the Hugging
+    Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table `NAMINGS` in
     this module lists them. float16 and bfloat16 tensors are converted to float32.
+
+    A decoder's block is pre-norm, with the rope, window and norms of heads that its config.json,
+    which must lie beside the file but for GPT-2, says.
 
     A torch layer made with ``norm_first=True`` has the same names as one without and cannot be
     told from it: only the default, ``norm_first=False``, is the formula computed here.
@@ -151,21 +220,21 @@ def load_block(
     layer : int
         Number of the layer, from 0.
     num_heads : int, optional
-        N. Only tileattn's own names carry it in their shapes; for BERT it comes from
-        ``num_attention_heads`` of a config.json beside the file; otherwise it must be given.
+        N. Only tileattn's own names carry it in their shapes; for BERT and decoders it comes from
+        a config.json beside the file; otherwise it must be given.
     num_kv_heads : int, optional
-        K; by default N.
+        K; by default what the config.json of a decoder says, or N.
     prefix : str, optional
         What stands before ``encoder.layer.0.`` and the like; needed only where the file holds
         several stacks of layers.
-    is_causal : bool
-        Passed on to the block.
+    is_causal : bool, optional
+        Passed on to the block; by default only decoders are.
 
     Returns
     -------
     AttentionBlock
-        Of float32 or float64, as the file. LayerNorm's eps is 1e-5; for BERT it is
-        ``layer_norm_eps`` of the config.json, or else 1e-12.
+        Of float32 or float64, as the file. The norm's eps is that of the config.json, or else
+        1e-12 for BERT, 1e-6 for an RMSNorm and 1e-5 otherwise.
 
     Raises
     ------
@@ -206,7 +275,7 @@ def load_arguments(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     prefix: str | None = None,
-    is_causal: bool = False,
+    is_causal: bool | None = None,
 ) -> dict[str, Any]:
     """Read the arguments with which `load_block` builds its block.
 
@@ -223,7 +292,8 @@ def load_arguments(
     dict of str to object
         Arguments of `AttentionBlock`: `w_q` [D, N, H], `w_k` [Dc, K, H], `w_v` [Dc, K, Hv] and
         `w_o` [N, Hv, D], float32 or float64; of `b_q` [N, H], `b_k` [K, H], `b_v` [K, Hv] and
-        `b_o` [D] those that the file has; `norm`, `residual` and `is_causal`.
+        `b_o` [D] those that the file has; `norm`, `residual` and `is_causal`; for decoders also
+        `norm_position`, and of `rope`, `q_norm`, `k_norm` and `local_window_size` those that apply.
 
     Raises
     ------
@@ -247,11 +317,10 @@ def load_arguments(
     with _open(path) as file:
         naming, base = _find_layer(file, layer, prefix)
         names = _names_of_layer(file, naming, base)
-        eps = naming.eps
-        if naming.config:
-            config = _read_config(path.with_name("config.json"))
-            num_heads = _agree(path, num_heads, config.num_heads)
-            eps = config.eps if config.eps is not None else eps
+        config = _Config(path.with_name("config.json"), naming)
+        num_heads = _agree(path, "num_heads", num_heads, config.count(naming.heads_key))
+        num_kv_heads = _agree(path, "num_kv_heads", num_kv_heads, config.count(naming.kv_heads_key))
+        eps = naming.eps if (found := config.eps(naming.eps_key)) is None else found
         if naming.linear and num_heads is None:
             _fail(path, f"the names of {naming.title} do not tell the number of heads: "
                         "num_heads must be given")  # fmt: skip
@@ -268,15 +337,24 @@ def load_arguments(
             _fail(path, f"{names[argument]} is {tensor.dtype} but {names[first]} is "
                         f"{tensors[first].dtype}: the tensors of a layer must agree")  # fmt: skip
 
-    weight, bias = tensors.pop("norm_weight", None), tensors.pop("norm_bias", None)
+    norms = {name: tensors.pop(name) for name in list(tensors) if "norm" in name}
+    if naming.transposed:
+        tensors = {argument: tensor.T for argument, tensor in tensors.items()}
     if naming.linear:
         tensors = _from_linear_arguments(**tensors, num_heads=sizes["N"], num_kv_heads=sizes["K"])
-    return {
+    arguments: dict[str, Any] = {
         **tensors,
-        "norm": None if eps is None else LayerNorm(weight, bias, eps),
+        "norm": None,
         "residual": eps is not None,
-        "is_causal": is_causal,
+        "is_causal": naming.is_decoder if is_causal is None else is_causal,
     }
+    if eps is not None and not naming.needs_config:
+        arguments["norm"] = LayerNorm(norms.get("norm_weight"), norms.get("norm_bias"), eps)
+    elif eps is not None:
+        arguments |= config.of_decoder(layer, norms, eps)
+    if naming.is_decoder:
+        arguments["norm_position"] = "pre"
+    return arguments
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
@@ -422,28 +500,94 @@ def _read_bfloat16(path: Path, name: str) -> NDArray[np.float32]:
     return (halves.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
 
 
-@dataclass(frozen=True)
 class _Config:
-    num_heads: int | None = None
-    eps: float | None = None
+    """What a Hugging Face config.json says of a naming that takes any of it, if there is one."""
 
+    def __init__(self, path: Path, naming: Naming) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+        if naming.heads_key is not None and path.is_file():
+            self._read()
+        self._check_model(naming)
 
-def _read_config(path: Path) -> _Config:
-    """What a Hugging Face config.json says; nothing where there is none."""
-    if not path.is_file():
-        return _Config()
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        _fail(path, f"cannot be read: {error}", error)
-    if not isinstance(values, dict):
-        _fail(path, "expected a JSON object")
-    num_heads, eps = values.get("num_attention_heads"), values.get("layer_norm_eps")
-    if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
-        _fail(path, f"num_attention_heads is {num_heads!r}, expected a positive integer")
-    if eps is not None and (type(eps) not in (int, float) or not 0 <= eps < np.inf):
-        _fail(path, f"layer_norm_eps is {eps!r}, expected a number of at least 0")
-    return _Config(num_heads, eps)
+    def _read(self) -> None:
+        try:
+            values = json.loads(self.path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            _fail(self.path, f"cannot be read: {error}", error)
+        if not isinstance(values, dict):
+            _fail(self.path, "expected a JSON object")
+        self.values = values
+
+    def _check_model(self, naming: Naming) -> None:
+        """Refuse models whose layers have these names but another formula."""
+        model = self.values.get("model_type")
+        if naming.needs_config and model is None:
+            _fail(self.path, f"is missing or has no model_type, which a file with the names of "
+                             f"{naming.title} needs: many formulas share them")  # fmt: skip
+        if naming.models and model is not None and model not in naming.models:
+            _fail(self.path, f"model_type is {model!r}, expected one of {', '.join(naming.models)} "
+                             f"for a file with the names of {naming.title}")  # fmt: skip
+        for key, usual in (
+            ("scale_attn_weights", True),
+            ("scale_attn_by_inverse_layer_idx", False),
+        ):
+            if naming.is_decoder and self.values.get(key, usual) != usual:
+                _fail(self.path, f"{key} is {self.values[key]!r}, expected {usual}")
+
+    def count(self, key: str | None) -> int | None:
+        value = None if key is None else self.values.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            _fail(self.path, f"{key} is {value!r}, expected a positive integer")
+        return value
+
+    def eps(self, key: str | None) -> float | None:
+        value = None if key is None else self.values.get(key)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < np.inf):
+            _fail(self.path, f"{key} is {value!r}, expected a number of at least 0")
+        return value
+
+    def of_decoder(
+        self, layer: int, norms: Mapping[str, NDArray[Any]], eps: float
+    ) -> dict[str, Any]:
+        """Norms, rope and window of a layer of one of MODELS."""
+        model = self.values["model_type"]
+        if ("q_norm_weight" in norms) != (model == "qwen3"):
+            _fail(self.path, f"model_type is {model!r}, but the layer has "
+                             f"{'a' if 'q_norm_weight' in norms else 'no'} q_norm")  # fmt: skip
+        try:
+            rope = Rope.from_config(self.values)
+        except (ValueError, TypeError) as error:
+            _fail(self.path, str(error), error)
+        # Gemma's weights are distances from 1.
+        arguments: dict[str, Any] = {
+            name.removesuffix("_weight"): RMSNorm(1 + w if model == "gemma" else w, eps)
+            for name, w in norms.items()
+        }
+        window = self._window(layer, model)
+        if window is not None:
+            arguments["local_window_size"] = (window - 1, None)
+        return arguments | {"rope": rope}
+
+    def _window(self, layer: int, model: str) -> int | None:
+        """How many positions a query of that layer sees, its own included; None for all."""
+        if model == "mistral":
+            slides = True
+        elif model in ("qwen2", "qwen3"):
+            slides = bool(self.values.get("use_sliding_window", False))
+            slides = slides and layer >= self.values.get("max_window_layers", 28)
+        else:
+            slides = False
+        # Newer files say it layer by layer.
+        kinds = self.values.get("layer_types")
+        if kinds is not None:
+            if layer >= len(kinds) or kinds[layer] not in ("full_attention", "sliding_attention"):
+                _fail(self.path, f"layer_types is {kinds!r}, expected full_attention or "
+                                 f"sliding_attention for layer {layer}")  # fmt: skip
+            slides = kinds[layer] == "sliding_attention"
+        if not slides or self.values.get("sliding_window", 4096) is None:
+            return None
+        return self.count("sliding_window") or 4096
 
 
 # ---------------------------------------------------------------- finding the layer
@@ -524,8 +668,9 @@ def _names_of_layer(file: _File, naming: Naming, base: str) -> dict[str, str]:
     scope = re.compile(naming.scope)
     for name in sorted(present - set(full.values())):
         if name.startswith(base) and scope.fullmatch(name, len(base)):
-            _fail(file.path, f"{name} is not part of a {naming.title} layer as computed here "
-                             "(post-norm, no positions in the scores)")  # fmt: skip
+            formula = "" if naming.is_decoder else " (post-norm, no positions in the scores)"
+            _fail(file.path, f"{name} is not part of a {naming.title} layer as computed here"
+                             f"{formula}")  # fmt: skip
     missing = {argument for argument, name in full.items() if name not in present}
     absent_together = {
         argument
@@ -542,9 +687,9 @@ def _names_of_layer(file: _File, naming: Naming, base: str) -> dict[str, str]:
 # ---------------------------------------------------------------- heads and shapes
 
 
-def _agree(path: Path, given: int | None, configured: int | None) -> int | None:
+def _agree(path: Path, name: str, given: int | None, configured: int | None) -> int | None:
     if given is not None and configured is not None and given != configured:
-        _fail(path, f"num_heads is {given}, but the config.json beside the file says {configured}")
+        _fail(path, f"{name} is {given}, but the config.json beside the file says {configured}")
     return configured if given is None else given
 
 
