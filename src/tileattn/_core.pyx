@@ -108,8 +108,9 @@ cdef int read_array(object source, Array *array, bint writable=False) except -1:
 cdef int read_stored(const ta_kernels *kernels, object source, Array *array,
                      bint writable=False) except -1:
     """The same of an array that may hold something else than the kernels compute in."""
-    cdef int storage = TA_REAL if source.itemsize == kernels.itemsize else TA_OTHER_REAL
-    if source.itemsize == 2:
+    cdef Py_ssize_t itemsize = source.itemsize
+    cdef int storage = TA_REAL if itemsize == kernels.itemsize else TA_OTHER_REAL
+    if itemsize == 2:
         storage = TA_F16 if source.dtype.kind == "f" else TA_BF16
         source = source.view("uint16")  # bfloat16 has no buffer of its own
     read_array(source, array, writable)
@@ -2248,7 +2249,9 @@ cdef class Block:
         if B * T == 0:
             return (0.0, 0.0, 0.0)
         read_rows(x, &s.q.a, &s.q.rows)
-        read_rows(x if context is None else context, &s.kv.a, &s.kv.rows)
+        s.kv.a = s.q.a
+        if context is not None:
+            read_rows(context, &s.kv.a, &s.kv.rows)
         read_array(out, &array, True)
         s.a.kernels = kernels
         read_options(&s.a, scores, visibility)
