@@ -29,6 +29,9 @@ enum ta_storage {
     TA_STORAGES
 };
 
+/* A few rows have too few sums to hide the latency of a multiply-add in one panel. */
+#define TA_WALK_PANELS(rows, walk_rows) ((rows) == 1 ? 4 : (rows) <= (walk_rows) ? 2 : 1)
+
 /* C[rows x columns] (+)= A B + bias over one slice of the contracted axis. See kernel/gemm.inc.h. */
 typedef struct ta_gemm_tile {
     int rows;        /* 1 .. gemm_mr */
@@ -40,7 +43,8 @@ typedef struct ta_gemm_tile {
     ptrdiff_t c_stride;
     int accumulate;   /* add to C; otherwise C is written without being read */
     const void *bias; /* [columns], added last; NULL for none */
-    int panels;       /* whole panels side by side: 1, or 4 for one row and 2 for up to walk_rows */
+    int panels;       /* 0 for a tile among others in one panel, that has `next`; alone, a tile walks
+                         TA_WALK_PANELS whole ones side by side */
     ptrdiff_t panel_stride;
     const void *next; /* memory to bring into the second-level cache meanwhile */
     ptrdiff_t next_bytes;
@@ -143,7 +147,7 @@ typedef struct ta_kernels {
     int gemm_mr;         /* rows of a register tile */
     int gemm_nr;         /* columns of a packed panel; those of the last one are rounded up to vl */
     int gemm_mc;         /* rows of a packed block of A */
-    int walk_rows;       /* up to which rows a tile may take several panels */
+    int walk_rows;       /* up to which a tile walks several panels */
     int attention_mr;    /* rows of a score tile */
     int attention_nr;    /* keys of a packed panel */
     double lowest_score; /* in log2 units, that of a key with the lowest bias */

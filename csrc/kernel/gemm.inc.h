@@ -6,7 +6,7 @@
  *   └──────────────── C  rows x columns         memory beyond is neither read nor written
  *
  * The first slice overwrites C, later ones accumulate; the last adds the bias. C may not overlap A, B
- * or bias. A panel's padding may hold anything, NaN too. Tiles of a few rows may take several whole
+ * or bias. A panel's padding may hold anything, NaN too. A tile that is alone walks one or several whole
  * panels, `panel_stride` apart in B and side by side in C.
  */
 
@@ -68,12 +68,12 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    /* Each part of the slice asks for its share of C and of what comes next: more misses at once would
-     * fill the line buffers, and A and B, which come from the second-level cache through the same
-     * buffers, would wait. */
+    /* Each part of the slice asks for a row of C, while there are any, and for its share of what comes
+     * next: more misses at once would fill the line buffers, and A and B, which come from the second-level
+     * cache through the same buffers, would wait. */
     const real *a = t->a, *b = t->b;
     const ptrdiff_t parts = t->depth / TA_GEMM_STEPS;
-    const char *next = t->next, *stop = next;
+    uintptr_t next = (uintptr_t)t->next, stop = next;
     const ptrdiff_t share = parts ? t->next_bytes / parts : 0;
     const real *c = t->c;
     for (ptrdiff_t part = 0; part < parts; part++) {
@@ -84,7 +84,7 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
             c += t->c_stride;
         }
         for (stop += share; next < stop; next += TA_CACHE_LINE)
-            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch((const void *)next, 0, 2);
         outer_products(acc, rows, vectors, TA_GEMM_STEPS, a, 1, rows, TA_REAL, b, width);
         a += TA_GEMM_STEPS * rows;
         b += TA_GEMM_STEPS * width;
@@ -93,15 +93,16 @@ TA_INLINE void gemm_body(const int rows, const int vectors, const ta_gemm_tile *
     gemm_finish(rows, vectors, acc, t);
 }
 
-/* A few rows have too few sums to hide the latency of a multiply-add: they walk `panels` whole panels at
- * once, each in its own order. (Splitting the depth would hide it too, and make a row's bits depend on how
- * many rows there are.) In a cache, 576 x 576: 57 -> 95 GB/s for one row, 42 -> 67 for two. */
+/* A tile that is alone in its panels reads B once, and asks for it in every step: 5 to 9 rows read DRAM 3%
+ * faster than if they ask in parts. Few rows walk several panels at once, each in its own order.
+ * (Splitting the depth would hide the latency, too, and make a row's bits depend on how many rows there
+ * are.) In a cache, 576 x 576: 57 -> 95 GB/s for one row, 42 -> 67 for two. */
 #define TA_WALK_AHEAD 4096 /* bytes */
 #define walk_body TA_NAME(walk_body)
 TA_INLINE void walk_body(const int rows, const int panels, const ta_gemm_tile *t)
 {
     const int width = TA_GEMM_NV * TA_VL;
-    vec acc[4][TA_ACC_ROWS][TA_ACC_VECTORS];
+    vec acc[TA_WALK_PANELS(1, TA_WALK_ROWS)][TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
     for (int q = 0; q < panels; q++) {
         TA_UNROLL
@@ -116,7 +117,7 @@ TA_INLINE void walk_body(const int rows, const int panels, const ta_gemm_tile *t
         TA_UNROLL
         for (int q = 0; q < panels; q++) {
             const real *row = b + q * t->panel_stride;
-            /* One row needs no help of the hardware's prefetching; four read DRAM at 74% without. */
+            /* For one row the hardware's prefetching suffices; four read DRAM at 74% without. */
             for (int j = 0; rows > 1 && j < width * (int)sizeof(real); j += TA_CACHE_LINE)
                 __builtin_prefetch((const char *)row + TA_WALK_AHEAD + j, 0, 2);
             outer_products(acc[q], rows, TA_GEMM_NV, 1, a, 1, rows, TA_REAL, row, width);
@@ -136,11 +137,11 @@ TA_INLINE void walk_body(const int rows, const int panels, const ta_gemm_tile *t
 #define TA_INSTANCE(MR, NV)                                    \
     TA_NOINLINE void TA_NAME(walk_##MR)(const ta_gemm_tile *t) \
     {                                                          \
-        walk_body(MR, MR == 1 ? 4 : 2, t);                     \
+        walk_body(MR, TA_WALK_PANELS(MR, TA_WALK_ROWS), t);    \
     }
 #define TA_ENTRY(MR, NV) TA_NAME(walk_##MR),
-TA_EACH_WALK_ROWS(TA_INSTANCE, )
-static void (*const TA_NAME(walks)[])(const ta_gemm_tile *) = {TA_EACH_WALK_ROWS(TA_ENTRY, )};
+TA_EACH_GEMM_ROWS(TA_INSTANCE, )
+static void (*const TA_NAME(walks)[])(const ta_gemm_tile *) = {TA_EACH_GEMM_ROWS(TA_ENTRY, )};
 #undef TA_INSTANCE
 #undef TA_ENTRY
 
@@ -166,7 +167,7 @@ static void TA_NAME(gemm_tile)(const ta_gemm_tile *t)
         {TA_EACH_GEMM_ROWS(TA_ENTRY, 3)},
 #endif
     };
-    if (t->panels > 1)
+    if (t->panels > 0)
         TA_NAME(walks)[t->rows - 1](t);
     else
         instances[(t->columns - 1) / TA_VL][t->rows - 1](t);

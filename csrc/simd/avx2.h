@@ -11,7 +11,6 @@
 #define TA_FEW_VECTORS 4 /* of values at once, for one or two rows; half of it for more */
 #define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */
 #define TA_EACH_GEMM_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV)
-#define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV)
 #define TA_EACH_ATTENTION_ROWS TA_EACH_GEMM_ROWS
 
 /* a > b ? a : b, so that a NaN in b comes through */

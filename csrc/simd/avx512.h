@@ -13,7 +13,6 @@
 #define TA_FEW_VECTORS 8 /* of values at once, for one or two rows; half of it for more */
 #define TA_EACH_GEMM_ROWS(X, NV) \
     X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV) X(7, NV) X(8, NV) X(9, NV)
-#define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV)
 /* clang-format off */
 #define TA_EACH_ATTENTION_ROWS(X, NV) \
     X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV) X(7, NV) \

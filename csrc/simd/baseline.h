@@ -17,7 +17,6 @@
 #define TA_EACH_ATTENTION_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV)
 #endif
 #define TA_WALK_ROWS 2
-#define TA_EACH_WALK_ROWS(X, NV) X(1, NV) X(2, NV)
 #define TA_GEMM_MC (14 * TA_GEMM_MR)
 #define TA_ATTENTION_NV 2
 #define TA_FEW_VECTORS 4 /* of values at once, for one or two rows; half of it for more */

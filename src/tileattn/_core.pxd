@@ -11,6 +11,9 @@ cdef extern from "tileattn.h" nogil:
         TA_F16
         TA_OTHER_REAL
         TA_STORAGES
+
+    int TA_WALK_PANELS(int rows, int walk_rows)
+
     ctypedef struct ta_gemm_tile:
         int rows
         int columns

@@ -322,15 +322,15 @@ cdef void pack_a(const ta_kernels *kernels, const Rows *a, Py_ssize_t row, Py_ss
                                    a.column_stride)
 
 
-cdef int panels_at_once(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
+cdef int panels_to_walk(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
                         Py_ssize_t rows) noexcept nogil:
-    """How many panels from b on one register tile takes: several whole ones for a few rows."""
-    cdef int several = 4 if rows == 1 else 2
-    if rows > kernels.walk_rows or count < several:
-        return 1
-    if b[several - 1].matrix != b.matrix or b[several - 1].columns != kernels.gemm_nr:
-        return 1
-    return several
+    """How many whole panels from b on a single register tile walks; 0 if there are more or fewer."""
+    cdef int panels = TA_WALK_PANELS(<int>rows, kernels.walk_rows)
+    if rows > kernels.gemm_mr or panels > count:
+        return 0
+    if b[panels - 1].matrix != b.matrix or b[panels - 1].columns != kernels.gemm_nr:
+        return 0
+    return panels
 
 
 cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil:
@@ -365,7 +365,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
             panel = panel_begin
             while panel < panel_end:                            # panels of columns
                 b = g.panels + panel
-                t.panels = panels_at_once(kernels, b, panel_end - panel, rows)
+                t.panels = panels_to_walk(kernels, b, panel_end - panel, rows)
                 c = g.targets + b.matrix
                 t.columns = b.columns
                 t.c_stride = c.row_stride
@@ -382,7 +382,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                     # its slice in no time, and looks less far ahead.
                     width = round_up(b.columns, kernels.vl) * itemsize
                     t.next_bytes = ceil_div(t.depth * width, tiles)
-                    if t.panels > 1 or (panel + 1 == panel_end and kc + t.depth == pc + pack_depth):
+                    if t.panels > 0 or (panel + 1 == panel_end and kc + t.depth == pc + pack_depth):
                         t.next = NULL
                         t.next_bytes = 0
                     elif tiles == 1:
@@ -402,7 +402,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                     kc = kc + t.depth
                     if kc >= pc + pack_depth:
                         break
-                panel = panel + t.panels
+                panel = panel + max(t.panels, 1)
             pc = pc + pack_depth
             if pc >= g.depth:
                 break
@@ -2086,6 +2086,7 @@ cdef struct Stages:
 
 
 cdef void stage_item(const Stages *s, int stage, Py_ssize_t i, char *memory) noexcept nogil:
+    """Item i of a stage."""
     cdef Py_ssize_t items = s.items[stage], q_items
     if stage == PRE_NORM:
         norm_item(&s.pre_norm, i, items)
@@ -2242,7 +2243,7 @@ cdef class Block:
         cdef bint is_projected = span is not None and span.starts is None
         cdef Py_ssize_t S = 0 if is_projected else T if context is None else context.shape[1]
         cdef Py_ssize_t i, each
-        cdef int stage
+        cdef int stage, last
         cdef bytearray _unrolled
         cdef bint together = context is None and self.w_kv is self.w_q and not is_projected
 
@@ -2288,7 +2289,8 @@ cdef class Block:
         s.items[PRE_NORM] = 0
         if self.pre_norm.normalize:
             # A row is normalised where it is packed, unless several threads would do the same to many: that
-            # costs two threads up to 1%, and grows with their number. A loop for few rows costs as much.
+            # costs two threads up to 1%, and grows with their number. For few rows a loop of its own costs
+            # as much.
             if s.q.panel_parts > 1 and s.q.rows > kernels.gemm_mr:
                 s.items[PRE_NORM] = threads
                 s.pre_norm.x = s.q.a
@@ -2343,22 +2345,26 @@ cdef class Block:
             norm.out_stride = z.row_stride
             s.o.norm = &norm
         s.items[FINISH_OUTPUT] = threads if is_unfinished(&s.o) else 0
+        last = FINISH_OUTPUT if s.items[FINISH_OUTPUT] else OUTPUT
 
+        s.began[PRE_NORM] = omp_get_wtime()
         if threads == 1:  # without a region, as in attention
             with nogil:
                 for stage in range(STAGES):
-                    s.began[stage] = omp_get_wtime()
+                    if stage > PRE_NORM:
+                        s.began[stage] = omp_get_wtime()
                     for i in range(s.items[stage]):
                         stage_item(s, stage, i, workspace)
         else:
             with nogil, parallel(num_threads=threads):
                 for stage in range(STAGES):
-                    if threadid() == 0:
+                    if stage > PRE_NORM and threadid() == 0:
                         s.began[stage] = omp_get_wtime()
                     if s.items[stage]:
                         for i in prange(s.items[stage], schedule="dynamic"):
                             stage_item(s, stage, i, workspace + threadid() * each)
-                        wait_for_all()
+                        if stage < last:  # the region's end waits by itself
+                            wait_for_all()
         s.began[STAGES] = omp_get_wtime()
         give_scratch(scratch)
         return (s.began[ATTEND] - s.began[PRE_NORM], s.began[OUTPUT] - s.began[ATTEND],
