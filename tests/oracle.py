@@ -8,6 +8,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 try:
     from ml_dtypes import bfloat16
@@ -648,3 +649,14 @@ WRITABLE = [name for name in LAYOUTS if name not in ("unaligned", "field of a pa
 
 def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def refused(cache, error, call, *words):
+    """The call raises the error, whose message has the words, and leaves the cache as it was."""
+    before = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    with pytest.raises(error) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    after = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.oracle import HALVES, arithmetic, random, same_bits
+from tests.oracle import HALVES, arithmetic, random, refused, same_bits
 from tests.test_model_blocks import MODELS, B, D, T
 from tileattn import (
     AttentionBlock,
@@ -413,16 +413,6 @@ def test_a_small_context():
 # ------------------------------------------------------------------ what is refused
 
 
-def refused(error, call, cache, *words):
-    before = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
-    with pytest.raises(error) as caught:
-        call()
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
-    after = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
-    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
-
-
 @pytest.mark.parametrize("given, error, words", [
     ({"T": 6}, ValueError, ["x has 6 positions", "sequence 0", "which has 5", "capacity of 10"]),
     ({"T": 9, "query_seq_lengths": [1, 9]}, ValueError, ["sequence 1", "9", "which has 2"]),
@@ -443,7 +433,7 @@ def test_a_call_that_does_not_fit(given, error, words):
     given = dict(given)
     x = random(1, given.pop("B", B), given.pop("T", 3), 24)
     for call in (made.block, made.reference):
-        refused(error, lambda: call(x, cache=cache, **given), cache, *words)  # noqa: B023
+        refused(cache, error, lambda: call(x, cache=cache, **given), *words)  # noqa: B023
 
 
 @pytest.mark.parametrize("sizes, error, words", [
@@ -457,11 +447,11 @@ def test_a_cache_that_does_not_fit(sizes, error, words):
     made = Made()
     x = random(0, B, 5, 24)
     cache = KVCache(**({"batch": B, "capacity": 9, "num_kv_heads": 2, "head_dim": 8} | sizes))
-    refused(error, lambda: made.block(x, cache=cache), cache, "cache", *words)
-    refused(error, lambda: made.block(x, context=cache), cache, "context", *words)
+    refused(cache, error, lambda: made.block(x, cache=cache), "cache", *words)
+    refused(cache, error, lambda: made.block(x, context=cache), "context", *words)
     wide = Made(dtype=np.float64)
     half = KVCache(B, 9, 2, 8, dtype="float16")
-    refused(TypeError, lambda: wide.block(x.astype(float), cache=half), half, "cache", "float16")
+    refused(half, TypeError, lambda: wide.block(x.astype(float), cache=half), "cache", "float16")
 
 
 def test_rings_refuse_what_they_have_not_kept():
@@ -478,7 +468,7 @@ def test_rings_refuse_what_they_have_not_kept():
         "query_offset is 12": {"x": x[:, :1], "context": cache, "query_offset": 12},
     }
     for words, given in calls.items():
-        refused((TypeError, ValueError), lambda given=given: made.block(**given), cache, words)
+        refused(cache, (TypeError, ValueError), lambda given=given: made.block(**given), words)
     made.block(x[:, :1], context=cache, query_offset=13)
 
 
@@ -508,4 +498,4 @@ def test_other_mistakes():
          ["key_value_seq_lengths", "6"]),
         (ValueError, lambda: cross.block.context_cache(audio, num_threads=0), ["num_threads"]),
     ):  # fmt: skip
-        refused(error, call, cache, *words)
+        refused(cache, error, call, *words)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tileattn
-from tests.oracle import HALVES, arithmetic, check_attention, random, same_bits
+from tests.oracle import HALVES, arithmetic, check_attention, random, refused, same_bits
 from tileattn import KVCache, dot_product_attention
 
 STORED = [np.float32, np.float64, *HALVES]
@@ -301,16 +301,6 @@ def test_reorder_copies_what_is_in_use():
 
 
 # ------------------------------------------------------------------ what is refused
-
-
-def refused(cache, error, call, *words):
-    before = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
-    with pytest.raises(error) as caught:
-        call()
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
-    after = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
-    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def ones(*shape, dtype=np.float32):
