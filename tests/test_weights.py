@@ -389,10 +389,10 @@ def test_qwen3_has_norms_of_heads(path):
     }
     check_decoder(load_block(path), layer, **norms, rope=Rope(theta=50.0))
     configure(path, **LLAMA)
-    fails_beside(path, "model_type is 'llama', but the layer has a q_norm")
+    fails(path, "model_type is 'llama', but the layer has a q_norm", blamed="config.json")
     save(path, llama_names(plain_decoder(layer), 0))
     configure(path, **LLAMA | {"model_type": "qwen3"})
-    fails_beside(path, "model_type is 'qwen3', but the layer has no q_norm")
+    fails(path, "model_type is 'qwen3', but the layer has no q_norm", blamed="config.json")
 
 
 @pytest.mark.parametrize(
@@ -449,9 +449,14 @@ def test_gpt2_names(path):
     norm = LayerNorm(layers[1]["norm_weight"], layers[1]["norm_bias"], eps=0.5)
     check_decoder(load_block(path, layer=1), layers[1], biases="qkvo", norm=norm)
     configure(path, model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
-    fails_beside(path, "scale_attn_by_inverse_layer_idx is True, expected False", num_heads=N)
+    fails(
+        path,
+        "scale_attn_by_inverse_layer_idx is True, expected False",
+        num_heads=N,
+        blamed="config.json",
+    )
     configure(path, model_type="imagegpt")
-    fails_beside(path, "model_type is 'imagegpt', expected one of gpt2", num_heads=N)
+    fails(path, "model_type is 'imagegpt', expected one of gpt2", num_heads=N, blamed="config.json")
 
 
 @pytest.mark.parametrize(
@@ -469,7 +474,7 @@ def test_config_of_a_decoder_that_cannot_be_used(npz, values, message):
     save(npz, llama_names(plain_decoder(make_decoder_layer(35)), 0))
     if values:
         configure(npz, **values)
-    fails_beside(npz, message)
+    fails(npz, message, blamed="config.json")
 
 
 def test_a_decoder_of_another_formula(npz):
@@ -560,22 +565,13 @@ def test_only_the_tensors_of_the_layer_are_read(npz, tmp_path):
 # ---------------------------------------------------------------- errors
 
 
-def fails(path, match, **arguments):
-    """load_block raises WeightsError with one line which names the file and matches."""
+def fails(path, match, *, blamed=None, **arguments):
+    """load_block raises WeightsError with one line which names the file at fault and matches."""
     with pytest.raises(WeightsError, match=match) as caught:
         load_block(path, **arguments)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
-    assert message.startswith(f"{path}: ")
-
-
-def fails_beside(path, match, **arguments):
-    """The same, where the config.json beside the file is at fault."""
-    with pytest.raises(WeightsError, match=match) as caught:
-        load_block(path, **arguments)
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    assert message.startswith(f"{path.with_name('config.json')}: ")
+    assert message.startswith(f"{path.with_name(blamed) if blamed else path}: ")
 
 
 def test_no_such_file(tmp_path):
@@ -768,9 +764,7 @@ def test_attention_inside_a_larger_module_is_not_taken_for_a_block(npz):
 def test_config_that_cannot_be_used(npz, text, message):
     save(npz, bert_names(make_layer(25, num_kv_heads=N), 0))
     npz.with_name("config.json").write_text(text)
-    with pytest.raises(WeightsError, match=message) as caught:
-        load_block(npz, num_heads=N)
-    assert str(caught.value).startswith(f"{npz.with_name('config.json')}: ")
+    fails(npz, message, blamed="config.json", num_heads=N)
 
 
 def test_safetensors_not_installed(tmp_path, monkeypatch):
