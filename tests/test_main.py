@@ -774,6 +774,7 @@ def test_a_pre_norm_layer_is_refused(capsys, tmp_path):
     }  # fmt: skip
     arrays = {f"h.0.{name}": random.standard_normal(shape) for name, shape in shapes.items()}
     np.savez(tmp_path / "gpt2.npz", **arrays)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     line = refusal_of(capsys, "run", "--weights", tmp_path / "gpt2.npz", "--heads", 4)
     assert "pre-norm" in line
     assert "load_block" in line

@@ -1,6 +1,7 @@
 """Weights read from files: every naming, every way in which a file can be wrong."""
 
 import json
+import re
 import sys
 import zipfile
 
@@ -208,6 +209,38 @@ def test_bert_takes_heads_and_eps_from_config(npz):
     check(load_block(npz, num_heads=N), layer, eps=1e-12)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "bert",
+        "bert-generation",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "roberta",
+        "roc_bert",
+        "xlm-roberta",
+    ],
+)
+def test_relatives_of_bert(npz, model):
+    layer = make_layer(4, num_kv_heads=N)
+    config = {"model_type": model, "num_attention_heads": N, "layer_norm_eps": 0.25}
+    configure(save(npz, bert_names(layer, 0)), **config)
+    check(load_block(npz), layer, eps=0.25)
+    configure(npz, **config, is_decoder=True)
+    check(load_block(npz), layer, eps=0.25, is_causal=True)
+    check(load_block(npz, is_causal=False), layer, eps=0.25)
+
+
+@pytest.mark.parametrize("model", ["roformer", "xmod", "big_bird", ["bert"], 3])
+def test_models_with_bert_s_names_and_another_formula(npz, model):
+    save(npz, bert_names(make_layer(4, num_kv_heads=N), 0))
+    configure(npz, model_type=model, num_attention_heads=N, pre_norm=True)
+    message = rf"model_type is {re.escape(repr(model))}, expected one of bert, .* Hugging Face BERT"
+    fails(npz, message, blamed="config.json")
+
+
 @pytest.mark.parametrize("base", ["", "layers.{i}.", "model.encoder.layers.{i}."])
 def test_torch_encoder_names(path, base):
     layers = [make_layer(seed, num_kv_heads=N) for seed in range(2 if "{i}" in base else 1)]
@@ -395,34 +428,32 @@ def test_qwen3_has_norms_of_heads(path):
     fails(path, "model_type is 'qwen3', but the layer has no q_norm", blamed="config.json")
 
 
+QWEN = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 3}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
     "values, window",
     [
         ({"model_type": "llama", "sliding_window": 3}, None),
+        ({"model_type": "llama", "layer_types": [SLIDING, FULL]}, None),
         ({"model_type": "mistral", "sliding_window": 3}, (2, None)),
         ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": None, "layer_types": [FULL] * 2}, None),
         ({"model_type": "mistral"}, (4095, None)),
-        ({"model_type": "qwen2", "sliding_window": 3, "max_window_layers": 0}, None),
-        (
-            {"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True}
-            | {"max_window_layers": 1},
-            (2, None),
-        ),
-        (
-            {"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True}
-            | {"max_window_layers": 2},
-            None,
-        ),
-        (
-            {"model_type": "qwen2", "sliding_window": 3}
-            | {"layer_types": ["full_attention", "sliding_attention"]},
-            (2, None),
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": 3}
-            | {"layer_types": ["sliding_attention", "full_attention"]},
-            None,
-        ),
+        ({"model_type": "mistral", "layer_types": [SLIDING] * 2}, (4095, None)),
+        (QWEN | {"max_window_layers": 0, "use_sliding_window": False}, None),
+        (QWEN | {"max_window_layers": 0, "use_sliding_window": None}, None),
+        (QWEN | {"use_sliding_window": False, "layer_types": [FULL] * 2}, None),
+        (QWEN | {"max_window_layers": 0}, (2, None)),
+        (QWEN | {"max_window_layers": 1}, (2, None)),
+        (QWEN | {"max_window_layers": 2}, None),
+        (QWEN, None),
+        (QWEN | {"max_window_layers": None}, None),
+        (QWEN | {"max_window_layers": 0, "sliding_window": None}, None),
+        # What is said of each layer counts, not from which on.
+        (QWEN | {"layer_types": [FULL, SLIDING]}, (2, None)),
+        (QWEN | {"max_window_layers": 0, "layer_types": [SLIDING, FULL]}, None),
     ],
 )
 def test_windows_of_decoders(npz, values, window):
@@ -440,7 +471,7 @@ def test_gpt2_names(path):
     tensors = {k: v for i, layer in enumerate(layers) for k, v in gpt2_names(layer, i).items()}
     tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 5, 5))
     tensors["transformer.h.0.attn.masked_bias"] = np.ones(())
-    save(path, tensors)
+    configure(save(path, tensors), model_type="gpt2")
     for i, layer in enumerate(layers):
         norm = LayerNorm(layer["norm_weight"], layer["norm_bias"])
         block = load_block(path, layer=i, num_heads=N)
@@ -448,15 +479,25 @@ def test_gpt2_names(path):
     configure(path, model_type="gpt2", n_head=N, layer_norm_epsilon=0.5)
     norm = LayerNorm(layers[1]["norm_weight"], layers[1]["norm_bias"], eps=0.5)
     check_decoder(load_block(path, layer=1), layers[1], biases="qkvo", norm=norm)
-    configure(path, model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
-    fails(
-        path,
-        "scale_attn_by_inverse_layer_idx is True, expected False",
-        num_heads=N,
-        blamed="config.json",
-    )
-    configure(path, model_type="imagegpt")
-    fails(path, "model_type is 'imagegpt', expected one of gpt2", num_heads=N, blamed="config.json")
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        # The first GPT's layers are post-norm, with the same names.
+        ({}, "is missing or has no model_type, which .* Hugging Face GPT-2 needs"),
+        ({"model_type": "openai-gpt"}, "model_type is 'openai-gpt', expected one of gpt2 for"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "layer_idx is True, expected False"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False, expected True"),
+        ({"scale_attn_weights": 1}, "scale_attn_weights is 1, expected true or false"),
+        ({"is_causal": False}, "is_causal is False, expected True"),
+    ],
+)
+def test_config_of_gpt2_that_cannot_be_used(npz, values, message):
+    save(npz, gpt2_names(make_layer(37, num_kv_heads=N), 0))
+    if values:
+        configure(npz, **{"model_type": "gpt2"} | values)
+    fails(npz, message, blamed="config.json", num_heads=N)
 
 
 @pytest.mark.parametrize(
@@ -464,14 +505,49 @@ def test_gpt2_names(path):
     [
         ({}, "is missing or has no model_type"),
         (LLAMA | {"model_type": "gemma2"}, "model_type is 'gemma2', expected one of llama, "),
-        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a positive"),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads is 0, expected an integer of at"),
         (LLAMA | {"rms_norm_eps": "0"}, "rms_norm_eps is '0', expected a number"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        (LLAMA | {"rope_parameters": [1]}, "rope_parameters"),
+        (LLAMA | {"partial_rotary_factor": np.inf, "head_dim": 4}, "infinity"),
+        (LLAMA | {"is_causal": False}, "is_causal is False, expected True"),
         (LLAMA | {"layer_types": []}, r"layer_types is \[\], expected .* for layer 0"),
+        (LLAMA | {"layer_types": 5}, "layer_types is 5, expected a list"),
+        (LLAMA | {"layer_types": {"0": FULL}}, r"layer_types is \{'0': .*\}, expected a list"),
+        (LLAMA | {"layer_types": [[FULL]]}, r"layer_types is \[\['full_.*\]\], expected a list"),
+        (
+            LLAMA | {"layer_types": [SLIDING]},
+            "'sliding_attention' for .* llama has 'full_attention'",
+        ),
+        (
+            LLAMA | {"model_type": "mistral", "sliding_window": 3, "layer_types": [FULL]},
+            "layer_types has 'full_attention' for layer 0, .* mistral has 'sliding_attention'",
+        ),
+        (
+            LLAMA | {"model_type": "mistral", "sliding_window": "3"},
+            "sliding_window is '3', expected",
+        ),
+        (
+            LLAMA | {"model_type": "gemma", "use_bidirectional_attention": True},
+            "use_bidirectional_attention is True, expected False",
+        ),
+        (
+            LLAMA | QWEN | {"use_sliding_window": False, "layer_types": [SLIDING]},
+            "layer_types has 'sliding_attention' for layer 0, .* qwen2 has 'full_attention' there",
+        ),
+        (
+            LLAMA | QWEN | {"sliding_window": None, "layer_types": [SLIDING]},
+            "layer_types has 'sliding_attention' for layer 0, .* qwen2 has 'full_attention' there",
+        ),
+        (LLAMA | QWEN | {"use_sliding_window": "false"}, "is 'false', expected true or false"),
+        (LLAMA | QWEN | {"max_window_layers": "28"}, "max_window_layers is '28', expected an int"),
+        (LLAMA | QWEN | {"max_window_layers": -1}, "max_window_layers is -1, expected .* least 0"),
     ],
 )
 def test_config_of_a_decoder_that_cannot_be_used(npz, values, message):
-    save(npz, llama_names(plain_decoder(make_decoder_layer(35)), 0))
+    tensors = llama_names(plain_decoder(make_decoder_layer(35)), 0)
+    # A tensor that cannot be read: what the config.json says is judged before any is.
+    np.savez(npz, **tensors | {"model.layers.0.self_attn.q_proj.weight": np.array([None])})
     if values:
         configure(npz, **values)
     fails(npz, message, blamed="config.json")
@@ -484,7 +560,8 @@ def test_a_decoder_of_another_formula(npz):
     fails(npz, f"{stranger} is not part of a Hugging Face Llama layer")
     tensors = gpt2_names(make_layer(36, num_kv_heads=N), 0)
     stranger = "transformer.h.0.attn.q_attn.weight"
-    fails(save(npz, tensors | {stranger: np.eye(D)}), f"{stranger} is not part of")
+    configure(save(npz, tensors | {stranger: np.eye(D)}), model_type="gpt2")
+    fails(npz, f"{stranger} is not part of a Hugging Face GPT-2 layer")
 
 
 def test_prefix_chooses_among_stacks(npz):
@@ -646,19 +723,23 @@ def test_dtypes_that_disagree(path):
     fails(save(path, tensors), "b_o is float32 but w_q is float64")
 
 
-NAMED = [
-    (own_names(make_layer(20)), {}),
-    (own_names(make_layer(20), 0), {}),
-    (bert_names(make_layer(20, num_kv_heads=N), 0), {"num_heads": N}),
-    (torch_names(make_layer(20, num_kv_heads=N), "layers.0."), {"num_heads": N}),
-    (torch_names(make_layer(20, num_kv_heads=N), "", norm=False), {"num_heads": N}),
-    (gpt2_names(make_layer(20, num_kv_heads=N), 0), {"num_heads": N}),
+NAMED = [  # a file's tensors, the arguments and the config.json that it needs
+    (own_names(make_layer(20)), {}, {}),
+    (own_names(make_layer(20), 0), {}, {}),
+    (bert_names(make_layer(20, num_kv_heads=N), 0), {"num_heads": N}, {}),
+    (torch_names(make_layer(20, num_kv_heads=N), "layers.0."), {"num_heads": N}, {}),
+    (torch_names(make_layer(20, num_kv_heads=N), "", norm=False), {"num_heads": N}, {}),
+    (llama_names(plain_decoder(make_decoder_layer(20)), 0), {}, LLAMA),
+    # With three biases and two norms, of which none may be absent by itself.
+    (llama_names(make_decoder_layer(20), 0, "qkv"), {}, LLAMA | {"model_type": "qwen3"}),
+    (gpt2_names(make_layer(20, num_kv_heads=N), 0), {"num_heads": N}, {"model_type": "gpt2"}),
 ]
 OPTIONAL = {"b_q", "b_k", "b_v", "b_o", "norm_weight", "norm_bias"}
 
 
-@pytest.mark.parametrize("tensors, arguments", NAMED)
-def test_each_tensor_missing(npz, tensors, arguments):
+@pytest.mark.parametrize("tensors, arguments, config", NAMED)
+def test_each_tensor_missing(npz, tensors, arguments, config):
+    configure(npz, **config)
     required = [name for name in tensors if name.rpartition(".")[2] not in OPTIONAL]
     assert len(required) >= 4
     for name in required:
@@ -669,9 +750,10 @@ def test_each_tensor_missing(npz, tensors, arguments):
         fails(npz, text, **arguments)
 
 
-@pytest.mark.parametrize("tensors, arguments", NAMED)
+@pytest.mark.parametrize("tensors, arguments, config", NAMED)
 @pytest.mark.parametrize("change", ["longer", "flat", "empty"])
-def test_each_tensor_of_the_wrong_shape(npz, tensors, arguments, change):
+def test_each_tensor_of_the_wrong_shape(npz, tensors, arguments, config, change):
+    configure(npz, **config)
     for name, tensor in tensors.items():
         if change == "longer":
             wrong = np.concatenate([tensor, tensor[-1:]])
@@ -733,10 +815,10 @@ def test_names_of_no_known_kind(path):
 @pytest.mark.parametrize(
     "tensors, arguments, stranger",
     [
-        (*NAMED[0], "q_norm_weight"),
-        (*NAMED[2], "bert.encoder.layer.0.attention.self.distance_embedding.weight"),
-        (*NAMED[3], "layers.0.self_attn.bias_k"),
-        (*NAMED[4], "bias_v"),
+        (*NAMED[0][:2], "q_norm_weight"),
+        (*NAMED[2][:2], "bert.encoder.layer.0.attention.self.distance_embedding.weight"),
+        (*NAMED[3][:2], "layers.0.self_attn.bias_k"),
+        (*NAMED[4][:2], "bias_v"),
     ],
 )
 def test_layers_of_another_formula(npz, tensors, arguments, stranger):
@@ -757,6 +839,7 @@ def test_attention_inside_a_larger_module_is_not_taken_for_a_block(npz):
         ("[]", "expected a JSON object"),
         ('{"num_attention_heads": "12"}', "num_attention_heads is '12'"),
         ('{"num_attention_heads": 0}', "num_attention_heads is 0"),
+        ('{"is_decoder": "false"}', "is_decoder is 'false', expected true or false"),
         ('{"layer_norm_eps": -1}', "layer_norm_eps is -1"),
         ('{"layer_norm_eps": NaN}', "layer_norm_eps is nan"),
     ],

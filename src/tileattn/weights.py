@@ -1,16 +1,18 @@
 """Reading the weights of one attention layer from a .npz or .safetensors file.
 
 `NAMINGS` below is the whole of what is understood: how each kind of file names its tensors, and
-their shapes. Only layers that compute exactly
+their shapes. Only layers that compute
 
     LayerNorm(X + softmax(Q K^T / sqrt(H)) V W_O)        (post-norm, no positions in the scores)
     X + softmax(Q K^T / sqrt(H)) V W_O                   (decoders: pre-norm, causal,
                                                           Q K V from the norm of X)
 
-are read, and for a bare attention module the first without X and LayerNorm. A file that holds
-anything else in the layer's attention is refused by name, rather than computed wrongly. The names
-of Llama are those of many models whose formulas differ in what is no tensor; there the config.json
-must say which it is, and `MODELS` which of them are understood.
+are read, and for a bare attention module the first without X and LayerNorm. In the second, layers
+with the names of Llama turn Q and K by a rope, after norms of the heads if there are any, and may
+see a window of the positions only. A file that holds anything else in the layer's attention is
+refused by name, rather than computed wrongly. Models whose formulas differ in what is no tensor
+share their names; which of them a file is of, the config.json beside it says: a file with the
+names of a decoder must have one, and one that says a model not listed here is refused.
 """
 
 import importlib
@@ -18,11 +20,11 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,21 +47,22 @@ class Naming:
     sign: str  # the arguments, any of whose names in a file show that it uses this naming
     scope: str  # pattern of the names which, beside those above, would change the formula
     optional: tuple[str, ...] = ()  # arguments that may be absent, those of one entry together
-    linear: bool = True  # matrices are [out, in] as torch.nn.Linear holds them
-    transposed: bool = False  # or they are [in, out]
-    eps: float | None = 1e-5  # LayerNorm's; None: neither LayerNorm nor residual
+    matrices: Literal["out in", "in out", "heads"] = "out in"  # "heads": as the constructor's
+    norm: type[LayerNorm] | type[RMSNorm] | None = LayerNorm  # None: neither norm nor residual
+    norm_position: Literal["post", "pre"] = "post"
+    eps: float = 1e-5
+    is_decoder: bool = False
+    has_rope: bool = False  # the rope, and the window, that a config.json says
     # What a config.json beside the file calls N, K and eps.
     heads_key: str | None = None
     kv_heads_key: str | None = None
     eps_key: str | None = None
-    models: tuple[str, ...] = ()  # what its model_type must be, where it says one; () for anything
-    needs_config: bool = False
-    is_decoder: bool = False
+    # What it may say of the formula: the model_type (anything, if empty), and the switches that are
+    # understood with one value only, which they have where it does not say them.
+    models: tuple[str, ...] = ()
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    needs_config: bool = False  # refused without a model_type
     any_prefix: bool = True  # False: with no prefix given, only names without one are looked at
-
-
-# Of the models with Llama's names, those whose layers are computed here.
-MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 
 
 NAMINGS = (
@@ -81,7 +84,7 @@ NAMINGS = (
         sign="w_q w_k w_v w_o",
         scope=r"[^.]+",
         optional=("b_q", "b_k", "b_v", "b_o", "norm_weight", "norm_bias"),
-        linear=False,
+        matrices="heads",
     ),
     Naming(
         title="Hugging Face BERT",
@@ -103,6 +106,19 @@ NAMINGS = (
         eps=1e-12,
         heads_key="num_attention_heads",
         eps_key="layer_norm_eps",
+        # Others with these names have positions in the scores (RoFormer), norms elsewhere (X-MOD),
+        # or do not let each position see all (BigBird).
+        models=(
+            "bert",
+            "bert-generation",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "roberta",
+            "roc_bert",
+            "xlm-roberta",
+        ),
     ),
     Naming(
         title="torch.nn.TransformerEncoderLayer",
@@ -131,7 +147,7 @@ NAMINGS = (
         sign="w_qkv",
         scope=r"[^.]+|out_proj\..+",
         optional=("b_qkv b_o",),
-        eps=None,
+        norm=None,
         any_prefix=False,
     ),
     Naming(
@@ -154,13 +170,17 @@ NAMINGS = (
         # Old files have the rope's frequencies, which follow from the config.json.
         scope=r"self_attn\.(?!rotary_emb\.inv_freq$).+",
         optional=("b_q b_k b_v", "b_o", "q_norm_weight k_norm_weight"),
+        norm=RMSNorm,
+        norm_position="pre",
         eps=1e-6,
+        is_decoder=True,
+        has_rope=True,
         heads_key="num_attention_heads",
         kv_heads_key="num_key_value_heads",
         eps_key="rms_norm_eps",
-        models=MODELS,
+        models=("llama", "mistral", "qwen2", "qwen3", "gemma"),
+        switches={"is_causal": True, "use_bidirectional_attention": False},
         needs_config=True,
-        is_decoder=True,
     ),
     Naming(
         title="Hugging Face GPT-2",
@@ -176,13 +196,23 @@ NAMINGS = (
         sign="w_qkv",
         # Old files have the causal mask, and what it masks with.
         scope=r"attn\.(?!(masked_)?bias$).+",
-        transposed=True,
+        matrices="in out",
+        norm_position="pre",
+        is_decoder=True,
         heads_key="n_head",
         eps_key="layer_norm_epsilon",
-        models=("gpt2",),
-        is_decoder=True,
+        models=("gpt2",),  # the first GPT has these names, and post-norm
+        switches={
+            "is_causal": True,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        needs_config=True,
     ),
 )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # what layer_types says of a layer
 
 
 class WeightsError(ValueError):
@@ -206,8 +236,8 @@ def load_block(
     Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table `NAMINGS` in
     this module lists them. float16 and bfloat16 tensors are converted to float32.
 
-    A decoder's block is pre-norm, with the rope, window and norms of heads that its config.json,
-    which must lie beside the file but for GPT-2, says.
+    A decoder's block is pre-norm, with the rope, window and norms of heads that its config.json
+    says, which must lie beside the file.
 
     A torch layer made with ``norm_first=True`` has the same names as one without and cannot be
     told from it: only the default, ``norm_first=False``, is the formula computed here.
@@ -228,7 +258,8 @@ def load_block(
         What stands before ``encoder.layer.0.`` and the like; needed only where the file holds
         several stacks of layers.
     is_causal : bool, optional
-        Passed on to the block; by default only decoders are.
+        Passed on to the block; by default decoders are, by their names or by the ``is_decoder`` of
+        their config.json.
 
     Returns
     -------
@@ -292,8 +323,8 @@ def load_arguments(
     dict of str to object
         Arguments of `AttentionBlock`: `w_q` [D, N, H], `w_k` [Dc, K, H], `w_v` [Dc, K, Hv] and
         `w_o` [N, Hv, D], float32 or float64; of `b_q` [N, H], `b_k` [K, H], `b_v` [K, Hv] and
-        `b_o` [D] those that the file has; `norm`, `residual` and `is_causal`; for decoders also
-        `norm_position`, and of `rope`, `q_norm`, `k_norm` and `local_window_size` those that apply.
+        `b_o` [D] those that the file has; `norm`, `residual` and `is_causal`; where it is pre-norm,
+        `norm_position`; and of `rope`, `q_norm`, `k_norm` and `local_window_size` those that apply.
 
     Raises
     ------
@@ -321,7 +352,10 @@ def load_arguments(
         num_heads = _agree(path, "num_heads", num_heads, config.count(naming.heads_key))
         num_kv_heads = _agree(path, "num_kv_heads", num_kv_heads, config.count(naming.kv_heads_key))
         eps = naming.eps if (found := config.eps(naming.eps_key)) is None else found
-        if naming.linear and num_heads is None:
+        if is_causal is None:
+            is_causal = naming.is_decoder or config.flag("is_decoder", False)
+        of_llama = config.of_llama(layer, names) if naming.has_rope else {}
+        if naming.matrices != "heads" and num_heads is None:
             _fail(path, f"the names of {naming.title} do not tell the number of heads: "
                         "num_heads must be given")  # fmt: skip
         sizes = _known_sizes(path, naming, num_heads, num_kv_heads)
@@ -338,21 +372,25 @@ def load_arguments(
                         f"{tensors[first].dtype}: the tensors of a layer must agree")  # fmt: skip
 
     norms = {name: tensors.pop(name) for name in list(tensors) if "norm" in name}
-    if naming.transposed:
+    if naming.matrices == "in out":
         tensors = {argument: tensor.T for argument, tensor in tensors.items()}
-    if naming.linear:
+    if naming.matrices != "heads":
         tensors = _from_linear_arguments(**tensors, num_heads=sizes["N"], num_kv_heads=sizes["K"])
     arguments: dict[str, Any] = {
         **tensors,
         "norm": None,
-        "residual": eps is not None,
-        "is_causal": naming.is_decoder if is_causal is None else is_causal,
+        "residual": naming.norm is not None,
+        "is_causal": is_causal,
+        **of_llama,
     }
-    if eps is not None and not naming.needs_config:
+    if naming.norm is LayerNorm:
         arguments["norm"] = LayerNorm(norms.get("norm_weight"), norms.get("norm_bias"), eps)
-    elif eps is not None:
-        arguments |= config.of_decoder(layer, norms, eps)
-    if naming.is_decoder:
+    elif naming.norm is RMSNorm:
+        for name, weight in norms.items():
+            if config.model == "gemma":  # whose weights are distances from 1
+                weight = 1 + weight
+            arguments[name.removesuffix("_weight")] = RMSNorm(weight, eps)
+    if naming.norm_position == "pre":
         arguments["norm_position"] = "pre"
     return arguments
 
@@ -521,24 +559,33 @@ class _Config:
 
     def _check_model(self, naming: Naming) -> None:
         """Refuse models whose layers have these names but another formula."""
-        model = self.values.get("model_type")
-        if naming.needs_config and model is None:
+        if naming.needs_config and self.model is None:
             _fail(self.path, f"is missing or has no model_type, which a file with the names of "
                              f"{naming.title} needs: many formulas share them")  # fmt: skip
-        if naming.models and model is not None and model not in naming.models:
-            _fail(self.path, f"model_type is {model!r}, expected one of {', '.join(naming.models)} "
-                             f"for a file with the names of {naming.title}")  # fmt: skip
-        for key, usual in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-        ):
-            if naming.is_decoder and self.values.get(key, usual) != usual:
+        if naming.models and self.model is not None and self.model not in naming.models:
+            _fail(self.path, f"model_type is {self.model!r}, expected one of "
+                             f"{', '.join(naming.models)} for a file with the names of "
+                             f"{naming.title}")  # fmt: skip
+        for key, usual in naming.switches.items():
+            if self.flag(key, usual) != usual:
                 _fail(self.path, f"{key} is {self.values[key]!r}, expected {usual}")
 
-    def count(self, key: str | None) -> int | None:
+    @property
+    def model(self) -> Any:
+        return self.values.get("model_type")
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            _fail(self.path, f"{key} is {value!r}, expected true or false")
+        return value
+
+    def count(self, key: str | None, least: int = 1) -> int | None:
         value = None if key is None else self.values.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            _fail(self.path, f"{key} is {value!r}, expected a positive integer")
+        if value is not None and (type(value) is not int or value < least):
+            _fail(self.path, f"{key} is {value!r}, expected an integer of at least {least}")
         return value
 
     def eps(self, key: str | None) -> float | None:
@@ -547,47 +594,48 @@ class _Config:
             _fail(self.path, f"{key} is {value!r}, expected a number of at least 0")
         return value
 
-    def of_decoder(
-        self, layer: int, norms: Mapping[str, NDArray[Any]], eps: float
-    ) -> dict[str, Any]:
-        """Norms, rope and window of a layer of one of MODELS."""
-        model = self.values["model_type"]
-        if ("q_norm_weight" in norms) != (model == "qwen3"):
-            _fail(self.path, f"model_type is {model!r}, but the layer has "
-                             f"{'a' if 'q_norm_weight' in norms else 'no'} q_norm")  # fmt: skip
+    def of_llama(self, layer: int, names: Container[str]) -> dict[str, Any]:
+        """Rope and window of a layer with the names of Llama, of which it has these tensors."""
+        has_norms = "q_norm_weight" in names
+        if has_norms != (self.model == "qwen3"):
+            _fail(self.path, f"model_type is {self.model!r}, but the layer has "
+                             f"{'a' if has_norms else 'no'} q_norm")  # fmt: skip
         try:
             rope = Rope.from_config(self.values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ArithmeticError) as error:
             _fail(self.path, str(error), error)
-        # Gemma's weights are distances from 1.
-        arguments: dict[str, Any] = {
-            name.removesuffix("_weight"): RMSNorm(1 + w if model == "gemma" else w, eps)
-            for name, w in norms.items()
-        }
-        window = self._window(layer, model)
-        if window is not None:
-            arguments["local_window_size"] = (window - 1, None)
-        return arguments | {"rope": rope}
+        window = self._window(layer)
+        windows = {} if window is None else {"local_window_size": (window - 1, None)}
+        return {"rope": rope, **windows}
 
-    def _window(self, layer: int, model: str) -> int | None:
+    def _window(self, layer: int) -> int | None:
         """How many positions a query of that layer sees, its own included; None for all."""
-        if model == "mistral":
+        kind = self._layer_type(layer)
+        if self.model == "mistral":
             slides = True
-        elif model in ("qwen2", "qwen3"):
-            slides = bool(self.values.get("use_sliding_window", False))
-            slides = slides and layer >= self.values.get("max_window_layers", 28)
+        elif self.model in ("qwen2", "qwen3") and self.flag("use_sliding_window", False):
+            first = self.count("max_window_layers", least=0)
+            slides = layer >= (28 if first is None else first) if kind is None else kind == SLIDING
         else:
             slides = False
-        # Newer files say it layer by layer.
+        size = None
+        if slides:
+            size = self.count("sliding_window") if "sliding_window" in self.values else 4096
+        computed = FULL if size is None else SLIDING
+        if kind not in (None, computed):
+            _fail(self.path, f"layer_types has {kind!r} for layer {layer}, but by its other keys "
+                             f"{self.model} has {computed!r} there")  # fmt: skip
+        return size
+
+    def _layer_type(self, layer: int) -> str | None:
+        """What newer files say of each layer."""
         kinds = self.values.get("layer_types")
-        if kinds is not None:
-            if layer >= len(kinds) or kinds[layer] not in ("full_attention", "sliding_attention"):
-                _fail(self.path, f"layer_types is {kinds!r}, expected full_attention or "
-                                 f"sliding_attention for layer {layer}")  # fmt: skip
-            slides = kinds[layer] == "sliding_attention"
-        if not slides or self.values.get("sliding_window", 4096) is None:
+        if kinds is None:
             return None
-        return self.count("sliding_window") or 4096
+        if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in (FULL, SLIDING):
+            return str(kinds[layer])
+        _fail(self.path, f"layer_types is {kinds!r}, expected a list with {FULL} or {SLIDING} "
+                         f"for layer {layer}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- finding the layer
@@ -703,7 +751,7 @@ def _known_sizes(
             if count < 1:
                 _fail(path, f"{letter} = {count} heads were asked for, expected at least 1")
             sizes[letter] = count
-    if naming.linear:
+    if naming.matrices != "heads":
         sizes.setdefault("K", sizes["N"])
         sizes["R"] = sizes["N"] + 2 * sizes["K"]
     return sizes
