@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses, and how it ends."""
 
+import json
 import os
 import re
 import subprocess
@@ -566,7 +567,10 @@ def test_big_endian_input_is_read_as_what_it_is(capsys, tmp_path, weights, x_fil
 
 
 def test_help_says_what_causal_is_by_default(capsys):
-    for name, default in (("cost", "default: causal"), ("run", "causal, but not with --weights")):
+    for name, default in (
+        ("cost", "default: causal"),
+        ("run", "causal; with --weights, if its model is"),
+    ):
         assert command.main([name, "--help"]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert default in text
@@ -765,7 +769,27 @@ def test_a_layer_for_another_context_is_refused(capsys, tmp_path):
     assert "context of width 9" in line
 
 
-def test_a_pre_norm_layer_is_refused(capsys, tmp_path):
+@pytest.mark.parametrize("option, causal", [((), True), (("--no-causal",), False)])
+def test_the_model_says_whether_a_layer_is_causal(capsys, tmp_path, option, causal):
+    arrays, base = layer(K=4, H=4, Hv=4), "encoder.layer.0.attention."
+    tensors = {}
+    for part, name in zip(
+        "qkvo", ("self.query", "self.key", "self.value", "output.dense"), strict=True
+    ):
+        matrix = arrays[f"w_{part}"].reshape(16, 16)
+        tensors[f"{base}{name}.weight"] = matrix.T
+        tensors[f"{base}{name}.bias"] = arrays[f"b_{part}"].reshape(16)
+    for part in ("weight", "bias"):
+        tensors[f"{base}output.LayerNorm.{part}"] = arrays[f"norm_{part}"]
+    np.savez(tmp_path / "bert.npz", **tensors)
+    config = {"model_type": "bert", "num_attention_heads": 4, "is_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ("--weights", tmp_path / "bert.npz", "-T", 9, "--repeats", 1, *option)
+    first = lines_of(capsys, "run", *options)[0]
+    assert first.endswith(", causal" if causal else ", not causal")
+
+
+def test_a_pre_norm_layer_is_refused_before_it_is_packed(capsys, monkeypatch, tmp_path):
     random = np.random.default_rng(0)
     shapes = {
         "attn.c_attn.weight": (16, 48), "attn.c_attn.bias": (48,),
@@ -775,6 +799,7 @@ def test_a_pre_norm_layer_is_refused(capsys, tmp_path):
     arrays = {f"h.0.{name}": random.standard_normal(shape) for name, shape in shapes.items()}
     np.savez(tmp_path / "gpt2.npz", **arrays)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    monkeypatch.delattr(command, "AttentionBlock")
     line = refusal_of(capsys, "run", "--weights", tmp_path / "gpt2.npz", "--heads", 4)
     assert "pre-norm" in line
     assert "load_block" in line

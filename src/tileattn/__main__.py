@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     run.set_defaults(command=_run)
-    _add_sizes(run, minimum=1, causal="default: causal, but not with --weights")
+    _add_sizes(run, minimum=1, causal="default: causal; with --weights, if its model is")
     run.add_argument("--threads", type=_whole_number(1), metavar="n", help="default: all allowed")
     run.add_argument("--seed", type=_whole_number(0), default=0, metavar="n", help="default: 0")
     run.add_argument(
@@ -339,7 +339,6 @@ def _from_file(arguments: argparse.Namespace) -> _Problem:
             raise CommandError(f"-{letter} comes from the file where --weights is given")
     if arguments.dtype is not None:
         raise CommandError("--dtype comes from the file where --weights is given")
-    is_causal = bool(arguments.causal)
     layer = arguments.layer or 0
     with _blaming(None, ValueError, TypeError, OSError, ImportError):
         weights = load_arguments(
@@ -348,14 +347,14 @@ def _from_file(arguments: argparse.Namespace) -> _Problem:
             num_heads=arguments.heads,
             num_kv_heads=arguments.kv_heads,
             prefix=arguments.prefix,
-            is_causal=is_causal,
+            is_causal=arguments.causal,
         )
+        if weights.get("norm_position") == "pre":
+            raise CommandError(
+                f"{arguments.weights}: layer {layer} is pre-norm, and run takes apart post-norm "
+                f"layers only; tileattn.weights.load_block loads it"
+            )
         block = AttentionBlock(**weights)
-    if block.norm_position != "post":
-        raise CommandError(
-            f"{arguments.weights}: layer {layer} is pre-norm, and run takes apart post-norm layers "
-            f"only; tileattn.weights.load_block loads it"
-        )
     if block.context_dim != block.model_dim:
         raise CommandError(
             f"{arguments.weights}: layer {layer} attends to a context of width "
