@@ -143,6 +143,37 @@ def test_biases_at_the_end_of_the_range(part, dtype, reduce):
                     np.testing.assert_array_equal(got, sums[reduce])
 
 
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T, S", [(1, 9), (40, 300)])
+def test_large_biases_weigh_as_equals(T, S, dtype, reduce):
+    """One unit beside its LSE such a score would weigh nothing, or infinitely much."""
+    q, k, _ = arrays(B=1, T=T, S=S, dtype=dtype)
+    expected = {None: 1, "queries": T, "keys": S}[reduce]
+    # From where the products with the keys do not decide how the sum is rounded.
+    info = np.finfo(dtype)
+    sizes = np.random.default_rng(0).uniform(2 * info.nmant, info.maxexp - 1, 64)
+    for size in sizes:
+        for number in (dtype(2**size), dtype(-(2**size))):
+            bias = np.full(S, number)
+            for function in (dot_product_attention, reference.dot_product_attention):
+                lse = function(q, k, k, return_lse=True, bias=bias)[1]
+                got = attention_weights(q, k, lse, reduce=reduce, bias=bias)
+                np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_padded_query_does_not_reach_the_sums(dtype):
+    for number in (-1e32, 0.693 * float(np.finfo(dtype).min), float(np.finfo(dtype).min) / 2):
+        bias = np.zeros((40, 300), dtype)
+        bias[7] = number
+        q, k, lse = arrays(B=1, T=40, S=300, dtype=dtype, bias=bias)
+        got = attention_weights(q, k, lse, bias=bias, reduce="queries")
+        others = np.delete(np.arange(40), 7)
+        alone = attention_weights(q, k, lse, bias=bias, reduce="queries", rows=others)
+        np.testing.assert_allclose(got, alone + 1, rtol=40 * np.finfo(dtype).eps)
+
+
 def test_an_infinite_lse_leaves_no_weight():
     q, k, lse = arrays(T=21, S=53)
     lse[:, 3:9] = np.inf

@@ -568,11 +568,19 @@ TA_INLINE void finish_row_body(const int storage, char *dst, ptrdiff_t column_st
             store_vector(storage, dst + j * step, vec_load(out + j) * vec_all(inverse));
     for (; j < columns; j++)
         store_one(storage, dst + j * step, out[j] * inverse);
-    if (lse != NULL)
-        *lse = (real)((*row_max + log2((double)sum)) * 0.693147180559945309417);
-    const real size = *row_max < 0 ? -*row_max : *row_max;
-    if (lse != NULL && -TA_LOWEST * (real)0.999999 <= size && size <= -TA_LOWEST)
-        *lse = *row_max < 0 ? TA_LOWEST : -TA_LOWEST; /* bound_bias has moved it from there */
+    if (lse != NULL) {
+        const double log2_lse = *row_max + log2((double)sum);
+        const real size = *row_max < 0 ? -*row_max : *row_max;
+        if (-TA_LOWEST_SCORE <= size && size <= -TA_LOWEST)
+            /* The largest bias: bound_bias made it finite in log2. */
+            *lse = *row_max < 0 ? TA_LOWEST : -TA_LOWEST;
+        else if ((real)log2_lse == *row_max)
+            /* The quotient gives row_max again where it is the product of a bias: a large one must meet
+             * itself as an LSE to the bit, or its weight is 0 or inf. */
+            *lse = *row_max / (real)TA_LOG2_E;
+        else
+            *lse = (real)(log2_lse * 0.693147180559945309417);
+    }
 }
 
 #define TA_INSTANCE(STORAGE, NAME)                                                              \

@@ -82,6 +82,7 @@ TA_INLINE const unsigned char *mask_at(const ta_score_options *o, const ta_score
 /* Finite biases stay finite in log2 units, so that a row of the lowest number is one of equals: -inf alone
  * hides. */
 #define TA_LOWEST_BIAS (TA_LOWEST * (real)0.6931471)
+#define TA_LOWEST_SCORE (TA_LOWEST_BIAS * (real)TA_LOG2_E)
 #define bound_bias TA_NAME(bound_bias)
 TA_INLINE vec bound_bias(vec bias)
 {

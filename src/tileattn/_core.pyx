@@ -1097,7 +1097,8 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
         if lse == MINUS_INFINITY:
             lse = 0
             s.first[i] = s.last[i] = 0
-        start = lse * LOG2_E
+        # In the kernels' own arithmetic: a large bias has to meet itself as an LSE to the bit.
+        start = <float>lse * <float>LOG2_E if itemsize == 4 else lse * LOG2_E
         if isfinite(lse):  # as bound_bias has it
             start = min(max(start, lowest), -lowest)
         set_number(a, s.first_chunk.row_max, i, start)

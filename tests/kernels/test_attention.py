@@ -735,11 +735,30 @@ def test_finish_row_of_a_row_that_saw_nothing(kernels):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_finish_row_at_the_end_of_the_range(kernels, sign):
     """The largest bias counts as ln 2 of it; its LSE is that bias, and one below is a logarithm."""
-    largest = float(np.finfo(kernels.dtype).max)
+    real, largest = kernels.dtype.type, np.finfo(kernels.dtype).max
+    bound = largest * real(0.6931471) * real(np.log2(np.e))
     row_sum = np.full(kernels.vl, 1 / kernels.vl, kernels.dtype)
-    for part, expected in ((0.6931471 / np.log(2), 1), (0.9999, 0.9999 * np.log(2))):
-        _, lse = finish(kernels, np.ones(3, kernels.dtype), sign * part * largest, row_sum, 3)
-        np.testing.assert_allclose(lse, sign * expected * largest, rtol=1e-6)
+    for row_max, expected in (
+        (bound, largest),
+        (largest, largest),
+        (np.nextafter(bound, real(0)), bound * np.log(2.0)),
+    ):
+        _, lse = finish(kernels, np.ones(3, kernels.dtype), sign * row_max, row_sum, 3)
+        np.testing.assert_allclose(lse, sign * expected, rtol=2 * np.finfo(kernels.dtype).eps)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_finish_row_of_a_large_bias_leads_back_to_it(kernels, sign):
+    """In log2 it is rounded once, and its LSE, which no count of keys moves, gives that again."""
+    real, info = kernels.dtype.type, np.finfo(kernels.dtype)
+    log2_e = real(np.log2(np.e))
+    sizes = np.linspace(info.nmant + 8, info.maxexp - 1, 99)  # half a unit there is above 2^6
+    for bias in (sign * 2.0**sizes).astype(kernels.dtype):
+        for count in (1, 3, 1000):
+            row_sum = np.full(kernels.vl, count / kernels.vl, kernels.dtype)
+            _, lse = finish(kernels, np.ones(3, kernels.dtype), bias * log2_e, row_sum, 3)
+            assert lse * log2_e == bias * log2_e
+            np.testing.assert_allclose(lse, bias, rtol=2 * info.eps)
 
 
 def test_finish_row_of_nan(kernels):
