@@ -50,4 +50,5 @@ def copy(array: Array, alignment: Alignment = "line") -> Array:
 
 def copies_if_cold(cold: bool, nbytes: int) -> int:
     """How many sets of arrays, of `nbytes` each, a cell rotates over."""
+    # One more than fill the caches: until a set is used again, all the others have gone through.
     return 1 + math.ceil(COLD_BYTES / nbytes) if cold else 1

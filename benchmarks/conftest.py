@@ -31,7 +31,7 @@ def measure(benchmark: BenchmarkFixture) -> Measure:
 
     def run(work: Work, name: str, threads: int) -> None:
         if name not in work.candidates:
-            pytest.skip(f"{name} does not take {work.cell.name}")
+            pytest.skip(f"{name} is not installed, or does not take {work.cell.name}")
         benchmark.group = f"{work.cell.name}, {threads} threads"
         candidate = work.candidates[name]
         candidate.prepare(threads)

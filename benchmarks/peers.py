@@ -57,13 +57,12 @@ if HAS_ONNXRUNTIME:
 #: Installed packages that the peers are.
 MODULES = ["numpy", *["torch"] * HAS_TORCH, *["onnxruntime"] * HAS_ONNXRUNTIME]
 
-_GENERAL = ["numpy"] * HAS_NUMPY + ["torch"] * HAS_TORCH
-#: Names of the installed peers; not each of them takes every cell.
-LINEAR = [*_GENERAL, *["onnxruntime"] * HAS_ONNXRUNTIME]
-ATTENTION = [*_GENERAL, *["ORT MHA", "ORT GQA", "ORT Attention"] * HAS_ONNXRUNTIME]
-OPTIONS = [*ATTENTION, *["torch in blocks"] * HAS_TORCH]
-BLOCK = _GENERAL
-DECODING = [*_GENERAL, *["torch folded"] * HAS_TORCH]
+#: Names of the peers, installed or not; not each of them takes every cell.
+BLOCK = ["numpy", "torch"]
+LINEAR = [*BLOCK, "onnxruntime"]
+ATTENTION = [*BLOCK, "ORT MHA", "ORT GQA", "ORT Attention"]
+OPTIONS = [*ATTENTION, "torch in blocks"]
+DECODING = [*BLOCK, "torch folded"]
 
 #: Peers that hold all scores at once are left out where those take more than this.
 SCORE_BYTES = 1 << 30

@@ -18,7 +18,7 @@ import numpy as np
 import tileattn
 from benchmarks.arrays import Array
 from benchmarks.cells import Cell
-from benchmarks.peers import MODULES, NEEDS, missing
+from benchmarks.peers import MODULES, missing
 from benchmarks.rounds import Candidate, Spread, Turn, at_fma_peak, interleave, ratio, timed
 from tileattn import _core
 
@@ -116,6 +116,8 @@ def run(
         try:
             work = prepare(cell, options.alignment)
         except ModuleNotFoundError as error:
+            if error.name != "ml_dtypes":
+                raise
             print(f"{cell.name} needs {error.name}: {_INSTALL}")
             continue
         for row in _measure(work, options):
@@ -133,15 +135,15 @@ def _options(description: str, cells: Sequence[str], peers: Sequence[str]) -> ar
         return text
 
     def peer(name: str) -> str:
-        if name in peers:
-            return name
+        if name not in peers:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(peers)}")
         if modules := missing(name):
             how = "pip install torch" if "torch" in modules else _INSTALL
             raise argparse.ArgumentTypeError(f"{name} needs {' and '.join(modules)}: {how}")
-        raise argparse.ArgumentTypeError(f"{name!r} is none of the installed: {installed}")
+        return name
 
-    installed = ", ".join(peers) or "none"
-    more = f"; {_INSTALL} and torch bring more" if any(map(missing, NEEDS)) else ""
+    installed = [name for name in peers if not missing(name)]
+    more = f"; {_INSTALL} and torch bring more" if len(installed) < len(peers) else ""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="n")
     parser.add_argument("--rounds", type=int, default=11, metavar="n")
@@ -156,9 +158,9 @@ def _options(description: str, cells: Sequence[str], peers: Sequence[str]) -> ar
         "--peers",
         nargs="*",
         type=peer,
-        default=peers,
+        default=installed,
         metavar="name",
-        help=f"of those installed: {installed} (all){more}",
+        help=f"of those installed: {', '.join(installed) or 'none'} (all){more}",
     )
     parser.add_argument("--isa", choices=tileattn.available_isas(), default=tileattn.isa())
     parser.add_argument(
