@@ -1,6 +1,7 @@
 """AttentionBlock, attention_block and the norms: every promise of their documentation."""
 
 import copy
+import inspect
 import itertools
 import pickle
 import tracemalloc
@@ -567,6 +568,8 @@ def test_a_block_shows_what_it_does_differently():
         "local_window_size": (4, None),
         "sinks": np.zeros(6, np.float32),
     }
+    parameters = inspect.signature(AttentionBlock).parameters
+    assert list(every) == [name for name in parameters if name[:2] not in ("w_", "b_")]
     shown = "AttentionBlock(D=24, N=6, K=2, H=8, float32"
     for name, value in every.items():
         text = "..." if name == "sinks" else repr(value)

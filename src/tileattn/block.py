@@ -438,13 +438,23 @@ class AttentionBlock(SetOnce):
         if self.v_head_dim != self.head_dim:
             parts.append(f"Hv={self.v_head_dim}")
         parts.append(str(self.dtype))
-        scale = check_scale(None, self.head_dim, self.dtype)
-        defaults = dict(AttentionBlock.__init__.__kwdefaults__ or {}, scale=scale)
+        defaults = {
+            "norm": DEFAULT_NORM,
+            "norm_position": "post",
+            "residual": True,
+            "rope": None,
+            "q_norm": None,
+            "k_norm": None,
+            "scale": check_scale(None, self.head_dim, self.dtype),
+            "softcap": None,
+            "is_causal": False,
+            "local_window_size": None,
+            "sinks": None,
+        }
         for name, default in defaults.items():
-            value = getattr(self, name, default)
-            shown = "..." if isinstance(value, np.ndarray) else repr(value)
-            if shown != repr(default):
-                parts.append(f"{name}={shown}")
+            value = getattr(self, name)
+            if value is not default and (default is None or value != default):
+                parts.append(f"{name}={'...' if name == 'sinks' else repr(value)}")
         return f"AttentionBlock({', '.join(parts)})"
 
     def __call__(
