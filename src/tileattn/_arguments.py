@@ -495,9 +495,8 @@ def check_states(
 
 def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, Array, bool]:
     """Returns q and k with the B axis in place, and whether it was given."""
-    made_of = "" if isinstance(q, np.ndarray) else f", made of a {type(q).__name__},"
     q = check_array("q", q, halves=True)
-    k = check_array("k", k, q.dtype, halves=True, like=f"q{made_of}")
+    k = check_array("k", k, q.dtype, halves=True, like="q")
     if q.ndim not in (3, 4):
         raise ValueError(f"q must have the axes [B, T, N, H] or [T, N, H], not shape {q.shape}")
     has_batch = q.ndim == 4
@@ -881,8 +880,10 @@ def check_array(
             )
     if dtype is not None and native != dtype:
         if like:
+            kind = "" if isinstance(value, np.ndarray) else f" (a {type(value).__name__})"
             raise TypeError(
-                f"{name} has dtype {given}, but {like} has {dtype}; convert one with .astype"
+                f"{name}{kind} has dtype {given}, but {like} has {dtype}; make both arrays of "
+                "one dtype (with .astype)"
             )
         raise TypeError(f"{name} has dtype {given}, expected {dtype}; convert it with .astype")
     if native == given and _has_whole_strides(array):

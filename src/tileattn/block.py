@@ -745,7 +745,7 @@ def _from_linear_arguments(
         if any(given):
             raise TypeError("w_qkv already holds what w_q, w_k, w_v, b_q, b_k and b_v would")
         packed = check_array("w_qkv", w_qkv)
-        if packed.ndim != 2 or len(packed) % (N + 2 * K) != 0:
+        if packed.ndim != 2 or packed.size == 0 or len(packed) % (N + 2 * K) != 0:
             raise ValueError(
                 f"w_qkv must have the shape [(N + 2K) * H, D] with N + 2K = {N + 2 * K}, "
                 f"not {packed.shape}"
