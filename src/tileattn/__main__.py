@@ -613,11 +613,11 @@ def _comparison(times: _Times) -> str:
     )
 
 
-def _ratio(slower: list[float], faster: list[float]) -> str:
-    """A median, and how many times the other it is, round by round: the median and the ends."""
-    times = [a / b for a, b in zip(slower, faster, strict=True)]
+def _ratio(theirs: list[float], ours: list[float]) -> str:
+    """A median, and how many times ours it is, round by round: the median and the ends."""
+    times = [a / b for a, b in zip(theirs, ours, strict=True)]
     return (
-        f"{_duration(statistics.median(slower))}, {statistics.median(times):.1f} "
+        f"{_duration(statistics.median(theirs))}, {statistics.median(times):.1f} "
         f"({min(times):.1f}..{max(times):.1f}) times"
     )
 

@@ -501,8 +501,8 @@ def attention_weights(
     (B, T, N, _), (_, S, K, _) = a.q.shape, a.k.shape
     t = np.arange(T) if a.rows is None else a.rows
     shapes = {None: (B, N, len(t), S), "queries": (B, N, S), "keys": (B, N, len(t))}
-    # A sum over the queries grows from block to block, and is rounded at the end.
     largest = largest_score(a.lse.dtype)
+    # A sum over the queries grows from block to block, and is rounded at the end.
     w = np.zeros(shapes[a.reduce], np.float64 if a.reduce == "queries" else a.lse.dtype)
     for b in range(B):
         for head, heads in _groups(N, K):
