@@ -12,11 +12,11 @@ and one function that does an item, its loops in textbook order:
     finish_heads        RoPE(norm(Q))          a share of the heads
     append_item         K and V into a cache   a block of rows
 
-The Python functions at the end read arrays into plans and deal the items out with `prange`; a block's
-are those of several operations, stage by stage (stage_item), in one parallel region. Items write
-to disjoint memory and fix every order of summation, so no bit of a result depends on how they are
-dealt. The arithmetic is done by the C tile kernels in csrc/. Inside the loops there are pointers and
-strides only; strides count elements.
+The Python functions at the end read arrays into plans and have their items dealt out by `deal`. Those
+of attention and of a block, which come stage by stage (stage_item), wait for one another inside one
+parallel region. Items write to disjoint memory and fix every order of summation, so no bit of a
+result depends on how they are dealt. The arithmetic is done by the C tile kernels in csrc/. Inside the
+loops there are pointers and strides only; strides count elements.
 """
 
 from cpython.buffer cimport (
@@ -1125,8 +1125,9 @@ cdef Py_ssize_t weights_items(const Attention *a) noexcept nogil:
         ceil_div(a.k.shape[1], TA_KEY_BLOCK) if a.weights_sum == OVER_QUERIES else a.tiles)
 
 
-cdef void weights_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
+cdef void weights_item(const void *plan, Py_ssize_t item, Py_ssize_t _items, char *memory) noexcept nogil:
     """Weights of one K/V head: of a tile of rows, or, for sums over queries, of a block of keys."""
+    cdef const Attention *a = <const Attention *>plan
     cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2], S = a.k.shape[1], G = a.group
     cdef Py_ssize_t parts = weights_items(a) // (a.q.shape[0] * K), part = item % parts
     cdef Py_ssize_t b = item // parts // K, head = item // parts % K, itemsize = a.kernels.itemsize
@@ -1337,7 +1338,9 @@ cdef Py_ssize_t merge_scratch(const Merge *m, char *memory, ta_state **parts,
     return cursor - <uintptr_t>memory
 
 
-cdef void merge_states_item(const Merge *m, Py_ssize_t item, Py_ssize_t items, char *memory) noexcept nogil:
+cdef void merge_states_item(const void *plan, Py_ssize_t item, Py_ssize_t items,
+                            char *memory) noexcept nogil:
+    cdef const Merge *m = <const Merge *>plan
     cdef const Array *first = m.outs
     cdef Py_ssize_t J = first.shape[1], L = first.shape[2], rows = first.shape[0] * J * L
     cdef Py_ssize_t lse_size = m.kernels.itemsize, size = size_of(m.kernels, first)
@@ -1378,7 +1381,8 @@ cdef struct Append:
     const int64_t *counts  # [B]
 
 
-cdef void append_item(const Append *a, Py_ssize_t item, Py_ssize_t items, char *row) noexcept nogil:
+cdef void append_item(const void *plan, Py_ssize_t item, Py_ssize_t items, char *row) noexcept nogil:
+    cdef const Append *a = <const Append *>plan
     cdef const ta_kernels *kernels = a.kernels
     cdef Py_ssize_t T = a.source[0].shape[1], each = a.source[0].shape[0] * T, at, b, t, head, width
     cdef const Array *source
@@ -1493,6 +1497,37 @@ cdef int team_size(int threads, double flops) noexcept:
         return 1
     # Beyond a few for each CPU threads only wait, and a failed thread creation would end the process.
     return min(threads, max(16, 4 * omp_get_num_procs()), omp_get_thread_limit())
+
+
+ctypedef void (*Item)(const void *plan, Py_ssize_t item, Py_ssize_t items, char *memory) noexcept nogil
+
+
+cdef void deal(Item do_item, const void *plan, Py_ssize_t items, int threads, char *memory=NULL,
+               Py_ssize_t each=0) noexcept nogil:
+    """Does a plan's items, of which none waits for another; each thread has so many bytes of memory."""
+    cdef Py_ssize_t i
+    if threads == 1:  # without a region: making a team, even of one, takes as long as a small call
+        for i in range(items):
+            do_item(plan, i, items, memory)
+    else:
+        for i in prange(items, num_threads=threads, schedule="dynamic"):
+            do_item(plan, i, items, memory + threadid() * each)
+
+
+cdef void deal_gemm(const void *plan, Py_ssize_t item, Py_ssize_t _items, char *memory) noexcept nogil:
+    gemm_item(<const Gemm *>plan, item, memory)
+
+
+cdef void deal_finish(const void *plan, Py_ssize_t item, Py_ssize_t items, char *_memory) noexcept nogil:
+    finish_item(<const Gemm *>plan, item, items)
+
+
+cdef void deal_norm(const void *plan, Py_ssize_t item, Py_ssize_t items, char *_memory) noexcept nogil:
+    norm_item(<const Norm *>plan, item, items)
+
+
+cdef void deal_heads(const void *plan, Py_ssize_t item, Py_ssize_t items, char *_memory) noexcept nogil:
+    finish_heads(<const Heads *>plan, item, item + 1, items)
 
 
 def measure_fma_peak(str dtype, int threads):
@@ -1762,7 +1797,7 @@ def append(k, v, keys, values, starts, counts, int threads):
     """
     cdef Append a
     cdef Scratch scratch
-    cdef Py_ssize_t i, items, each
+    cdef Py_ssize_t items, each
     a.kernels = kernels_for(8 if k.itemsize == 8 else 4)
     read_stored(a.kernels, k, &a.source[0])
     read_stored(a.kernels, v, &a.source[1])
@@ -1775,8 +1810,8 @@ def append(k, v, keys, values, starts, counts, int threads):
     threads = <int>items
     each = round_up(max(a.source[0].shape[3], a.source[1].shape[3]) * a.kernels.itemsize, CACHE_LINE)
     scratch = take_scratch(each * threads)
-    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
-        append_item(&a, i, items, scratch.data + i * each)
+    with nogil:
+        deal(append_item, &a, items, threads, scratch.data, each)
     give_scratch(scratch)
 
 
@@ -1905,7 +1940,7 @@ def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibil
     cdef Attention a
     cdef AttentionScratch layout
     cdef Scratch scratch
-    cdef Py_ssize_t i, items, each
+    cdef Py_ssize_t items, each
     a.kernels = kernels_for(lse.itemsize)
     read_stored(a.kernels, q, &a.q)
     read_stored(a.kernels, k, &a.k)
@@ -1935,9 +1970,8 @@ def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibil
     each = attention_scratch(&a, &layout, NULL)
     scratch = take_scratch(each * threads)
     out.fill(0)  # what no key reaches is not written below
-    with nogil, parallel(num_threads=threads):
-        for i in prange(items, schedule="dynamic"):
-            weights_item(&a, i, scratch.data + threadid() * each)
+    with nogil:
+        deal(weights_item, &a, items, threads, scratch.data, each)
     give_scratch(scratch)
 
 
@@ -1970,8 +2004,8 @@ def merge_states(list outs, list lses, out, lse, int threads):
     threads = <int>items
     each = merge_scratch(&m, NULL, &parts, &weights)
     scratch = take_scratch(each * max(<Py_ssize_t>1, items))
-    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
-        merge_states_item(&m, i, items, scratch.data + i * each)
+    with nogil:
+        deal(merge_states_item, &m, items, threads, scratch.data, each)
     give_scratch(scratch)
 
 
@@ -2190,7 +2224,7 @@ cdef class Block:
         cdef Scratch scratch
         cdef char *workspace
         cdef uintptr_t cursor = 0
-        cdef Py_ssize_t i, items, each, heads_items = 0
+        cdef Py_ssize_t items, each
         read_rows(context, &g.a, &g.rows)
         if g.rows == 0:
             return
@@ -2205,14 +2239,10 @@ cdef class Block:
         scratch = take_scratch(cursor + each * threads)
         workspace = scratch.data + cursor
         self.plan_fresh(&fresh, &g, heads, targets, scratch.data, angles)
-        if is_unfinished(&g):
-            heads_items = threads
-        with nogil, parallel(num_threads=threads):
-            for i in prange(items, schedule="dynamic"):
-                gemm_item(&g, i, workspace + threadid() * each)
-            wait_for_all()
-            for i in prange(heads_items, schedule="static"):
-                finish_item(&g, i, heads_items)
+        with nogil:
+            deal(deal_gemm, &g, items, threads, workspace, each)
+            if is_unfinished(&g):
+                deal(deal_finish, &g, threads, threads)
         give_scratch(scratch)
 
     def run(self, x, context, Scores scores not None, Visibility visibility not None, positions,
@@ -2392,9 +2422,8 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
     threads = <int>max(<Py_ssize_t>1, min(<Py_ssize_t>threads, items))
     each = round_up(gemm_scratch(&g), CACHE_LINE)
     scratch = take_scratch(each * threads)
-    with nogil, parallel(num_threads=threads):
-        for i in prange(items, schedule="dynamic"):
-            gemm_item(&g, i, scratch.data + threadid() * each)
+    with nogil:
+        deal(deal_gemm, &g, items, threads, scratch.data, each)
     give_scratch(scratch)
 
 
@@ -2405,7 +2434,7 @@ def add_norm(x, residual, out, norm, int threads):
     """
     cdef Norm n
     cdef Array array
-    cdef Py_ssize_t i, items
+    cdef Py_ssize_t items
     n.kernels = kernels_for(x.itemsize)
     read_rows(x, &n.x, &n.rows)
     n.residual.data = NULL
@@ -2418,8 +2447,8 @@ def add_norm(x, residual, out, norm, int threads):
     threads = team_size(threads, 8.0 * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
     threads = <int>items
-    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
-        norm_item(&n, i, items)
+    with nogil:
+        deal(deal_norm, &n, items, threads)
 
 
 def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads):
@@ -2430,7 +2459,7 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     """
     cdef Heads h
     cdef Array source, target
-    cdef Py_ssize_t i, items
+    cdef Py_ssize_t items
     h.kernels = kernels_for(x.itemsize)
     h.norm.normalize = False
     read_array(x, &source)
@@ -2440,8 +2469,8 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     threads = team_size(threads, 8.0 * x.size)
     items = min(<Py_ssize_t>threads, h.x.shape[0] * h.x.shape[1])
     threads = <int>items
-    for i in prange(items, nogil=True, num_threads=threads, schedule="static", chunksize=1):
-        finish_heads(&h, i, i + 1, items)
+    with nogil:
+        deal(deal_heads, &h, items, threads)
 
 
 if ta_watch_fork() != 0:
