@@ -581,6 +581,22 @@ def test_rows_whose_scores_are_all_minus_infinity_are_zero(count, dtype):
         assert np.isfinite(out[:, ~weightless, :2]).all()
 
 
+@pytest.mark.parametrize("number", [NAN, INF])
+@pytest.mark.parametrize("T", PATHS.values(), ids=PATHS)
+def test_a_mask_of_all_rows_hides_what_is_not_finite_in_the_bias_of_each(T, number):
+    q, k, v = qkv(T=T, S=70, N=4, K=2, H=8, Hv=5)
+    bias = random(3, 4, T, 70)
+    mask = np.arange(70) % 3 != 1
+    hidden = np.where(mask, bias, np.float32(number))
+    for softcap in (None, 3.0):
+        options = {"mask": mask, "softcap": softcap, "return_lse": True}
+        out, lse = dot_product_attention(q, k, v, bias=hidden, **options)
+        clean, clean_lse = dot_product_attention(q, k, v, bias=bias, **options)
+        assert np.isfinite(clean).all()
+        assert same_bits(out, clean)
+        assert same_bits(lse, clean_lse)
+
+
 @pytest.mark.parametrize("T", PATHS.values(), ids=PATHS)
 def test_an_infinite_value_without_weight_is_nan_wherever_its_chunk_is_merged(T):
     """0 * inf, in a chunk of keys without any weight: not lost beside chunks that have some."""

@@ -157,6 +157,13 @@ TA_NOINLINE int start_panel(const ta_attention_tile *t, ptrdiff_t panel, const r
             for (int j = 0; j < TA_ATTENTION_NV; j++)
                 start[j] = vec_select(vec_any_bit(mask + j * TA_VL), start[j], vec_all(-INFINITY));
         }
+        if (o->key_bias != NULL) {
+            TA_UNROLL
+            for (int j = 0; j < TA_ATTENTION_NV; j++) {
+                vec of_key = vec_load((const real *)o->key_bias + panel + j * TA_VL);
+                start[j] = vec_select((veci)(of_key == vec_all(-INFINITY)), of_key, start[j]);
+            }
+        }
         TA_UNROLL
         for (int j = 0; j < TA_ATTENTION_NV; j++) {
             deepest = vec_max(-start[j], deepest);

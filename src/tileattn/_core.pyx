@@ -1506,7 +1506,7 @@ cdef void deal(Item do_item, const void *plan, Py_ssize_t items, int threads, ch
                Py_ssize_t each=0) noexcept nogil:
     """Does a plan's items, of which none waits for another; each thread has so many bytes of memory."""
     cdef Py_ssize_t i
-    if threads == 1:  # without a region: making a team, even of one, takes as long as a small call
+    if threads <= 1:  # without a region: making a team, even of one, takes as long as a small call
         for i in range(items):
             do_item(plan, i, items, memory)
     else:
