@@ -32,6 +32,23 @@ enum ta_storage {
 /* A few rows have too few sums to hide the latency of a multiply-add in one panel. */
 #define TA_WALK_PANELS(rows, walk_rows) ((rows) == 1 ? 4 : (rows) <= (walk_rows) ? 2 : 1)
 
+/* What the panels of a packed matrix hold: floats, or words of several weights. See kernel/words.inc.h. */
+enum ta_weights {
+    TA_WORDS_NONE, /* `real` */
+    TA_WORDS_BF16,
+    TA_WORDS_INT8,
+    TA_WORDS_INT4,
+    TA_WORDS_TYPES
+};
+
+/* A slice of a panel of words: it begins with a group of rows that share their scales, or lies in one. */
+typedef struct ta_words {
+    const void *data;
+    const void *scales; /* of the slice's first group and those behind it */
+    ptrdiff_t group;    /* rows of a group */
+    double unit;        /* of the scales and minima that are float16: a power of two */
+} ta_words;
+
 /* C[rows x columns] (+)= A B + bias over one slice of the contracted axis. See kernel/gemm.inc.h. */
 typedef struct ta_gemm_tile {
     int rows;        /* 1 .. gemm_mr */
@@ -174,6 +191,15 @@ typedef struct ta_kernels {
     void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile);
 
     void (*gemm_tile)(const ta_gemm_tile *tile);
+    /* By the type of words; the table for double has none of the three. */
+    /* dst = words of src[p * row_stride + j * column_stride], floats for bfloat16 or a byte a value; those
+     * for j >= columns, and what fills the last word, are zero. */
+    void (*pack_words[TA_WORDS_TYPES])(void *dst, const void *src, ptrdiff_t depth, ptrdiff_t columns,
+                                       ptrdiff_t width, ptrdiff_t row_stride, ptrdiff_t column_stride);
+    /* gemm_tile with words in place of its b, for one whole panel and up to walk_rows rows. */
+    void (*stream_tile[TA_WORDS_TYPES])(const ta_gemm_tile *tile, const ta_words *b);
+    /* dst[p][j] = the weights of a slice, p < depth and j < width, whole vectors. */
+    void (*convert_panel[TA_WORDS_TYPES])(void *dst, const ta_words *b, ptrdiff_t depth, ptrdiff_t width);
     /* A row that has seen no key: out and row_sum zero, row_max -inf; or a sink, in log2 units, alone. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum, double sink);
     void (*weigh_tile)(const ta_attention_tile *tile);

@@ -36,6 +36,9 @@
 #include "kernel/pack.inc.h"
 #include "kernel/outer.inc.h"
 #include "kernel/gemm.inc.h"
+#if TA_BITS == 32
+#include "kernel/words.inc.h"
+#endif
 #include "kernel/exp2.inc.h"
 #include "kernel/tanh.inc.h"
 #include "kernel/options.inc.h"
@@ -50,6 +53,9 @@ _Static_assert(TA_KEYS <= TA_MAX_PANEL, "pointers to keys");
 _Static_assert(TA_KEY_BLOCK % TA_KEYS == 0, "whole panels");
 
 #define TA_ENTRY(STORAGE, NAME) [STORAGE] = TA_NAME(NAME),
+#define TA_PACK(WORDS, NAME) [WORDS] = TA_NAME(pack_words_##NAME),
+#define TA_STREAM(WORDS, NAME) [WORDS] = TA_NAME(stream_##NAME),
+#define TA_CONVERT(WORDS, NAME) [WORDS] = TA_NAME(convert_panel_##NAME),
 extern const ta_kernels TA_NAME(kernels);
 const ta_kernels TA_NAME(kernels) = {
     .itemsize = sizeof(real),
@@ -68,6 +74,11 @@ const ta_kernels TA_NAME(kernels) = {
     .store_row = {TA_EACH_STORAGE(TA_ENTRY, store_row)},
     .merge_states = {TA_EACH_STORAGE(TA_ENTRY, merge_states)},
     .gemm_tile = TA_NAME(gemm_tile),
+#if TA_BITS == 32
+    .pack_words = {TA_EACH_WORDS(TA_PACK)},
+    .stream_tile = {TA_EACH_WORDS(TA_STREAM)},
+    .convert_panel = {TA_EACH_WORDS(TA_CONVERT)},
+#endif
     .start_row = TA_NAME(start_row),
     .weigh_tile = TA_NAME(weigh_tile),
     .weigh_few = TA_NAME(weigh_few),
@@ -87,6 +98,9 @@ const ta_kernels TA_NAME(kernels) = {
 };
 
 #undef TA_ENTRY
+#undef TA_PACK
+#undef TA_STREAM
+#undef TA_CONVERT
 #undef TA_EACH_STORAGE
 
 /* The other macros mean the same for both element types and stand. */

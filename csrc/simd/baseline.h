@@ -50,6 +50,15 @@ static inline veci vec_any_bit(const unsigned char *from)
     return (veci)(v != 0);
 }
 
+#if TA_BITS == 32
+/* Byte k of each lane as its highest, above zeros. */
+#define vec_top_byte TA_NAME(vec_top_byte)
+static inline veci vec_top_byte(veci w, int k)
+{
+    return w >> 8 * k << 24;
+}
+#endif
+
 /* as many lanes as `vec` has, of other widths */
 #define halves TA_NAME(halves)
 #define words TA_NAME(words)

@@ -11,8 +11,19 @@ cdef extern from "tileattn.h" nogil:
         TA_F16
         TA_OTHER_REAL
         TA_STORAGES
+        TA_WORDS_NONE
+        TA_WORDS_BF16
+        TA_WORDS_INT8
+        TA_WORDS_INT4
+        TA_WORDS_TYPES
 
     int TA_WALK_PANELS(int rows, int walk_rows)
+
+    ctypedef struct ta_words:
+        const void *data
+        const void *scales
+        Py_ssize_t group
+        double unit
 
     ctypedef struct ta_gemm_tile:
         int rows
@@ -127,6 +138,12 @@ cdef extern from "tileattn.h" nogil:
         void (*store_row[TA_STORAGES])(void *dst, const void *src, Py_ssize_t count) noexcept nogil
         void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
+        void (*pack_words[TA_WORDS_TYPES])(void *dst, const void *src, Py_ssize_t depth,
+                                           Py_ssize_t columns, Py_ssize_t width, Py_ssize_t row_stride,
+                                           Py_ssize_t column_stride) noexcept nogil
+        void (*stream_tile[TA_WORDS_TYPES])(const ta_gemm_tile *tile, const ta_words *b) noexcept nogil
+        void (*convert_panel[TA_WORDS_TYPES])(void *dst, const ta_words *b, Py_ssize_t depth,
+                                              Py_ssize_t width) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum,
                           double sink) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil

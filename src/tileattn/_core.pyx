@@ -212,10 +212,42 @@ cdef inline const char *row_at(const Rows *rows, Py_ssize_t row, Py_ssize_t item
 
 cdef struct Panel:
     # A packed range of columns of one of the matrices that lie side by side in B.
-    const char *data       # [depth][columns rounded up to whole vectors]
+    const char *data       # [depth][columns rounded up to whole vectors], or words of that
     int matrix
     int columns
     Py_ssize_t column      # its first column in that matrix
+    int words              # what data is: a ta_weights
+    const char *scales     # of words; group and unit as in ta_words
+    Py_ssize_t group
+    double unit
+
+
+cdef inline Py_ssize_t panel_bits(const ta_kernels *kernels, const Panel *b) noexcept nogil:
+    """Bits of a row of a panel. In a slice, which is whole words deep, they are whole bytes."""
+    cdef Py_ssize_t bits = 8 * kernels.itemsize
+    if b.words != TA_WORDS_NONE:
+        bits = 32 // rows_of_word(b.words)
+    return bits * round_up(b.columns, kernels.vl)
+
+
+cdef inline Py_ssize_t rows_of_word(int words) noexcept nogil:
+    if words == TA_WORDS_NONE:
+        return 1
+    return 2 if words == TA_WORDS_BF16 else 4 if words == TA_WORDS_INT8 else 8
+
+
+cdef inline Py_ssize_t scale_bytes(int words) noexcept nogil:
+    """Of a column's group: a float, or a scale and a minimum in float16."""
+    return 4 if words in (TA_WORDS_INT8, TA_WORDS_INT4) else 0
+
+
+cdef ta_words words_at(const ta_kernels *kernels, const Panel *b, Py_ssize_t kc) noexcept nogil:
+    """The slice of a panel that begins at kc, where a group does or in the only one."""
+    cdef Py_ssize_t width = round_up(b.columns, kernels.vl)
+    return ta_words(
+        b.data + kc * panel_bits(kernels, b) // 8,
+        b.scales + kc // b.group * width * scale_bytes(b.words),
+        b.group, b.unit)
 
 
 cdef struct Target:
@@ -260,6 +292,7 @@ cdef struct Gemm:
     const ta_norm *a_norm  # what each row of A goes through when it is packed, or NULL
     const Panel *panels
     Py_ssize_t panel_count
+    bint has_words         # some panels may
     const Target *targets
     Py_ssize_t row_parts   # items are row_parts x panel_parts
     Py_ssize_t panel_parts
@@ -293,10 +326,15 @@ cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
     ) + kernels.vl * kernels.itemsize, CACHE_LINE)
 
 
+cdef Py_ssize_t slice_size(const Gemm *g) noexcept nogil:
+    """Bytes of a slice of a panel that is converted from words: the second-level cache holds it."""
+    return min(<Py_ssize_t>GEMM_KC, g.depth) * g.kernels.gemm_nr * g.kernels.itemsize if g.has_words else 0
+
+
 cdef Py_ssize_t gemm_scratch(const Gemm *g) noexcept nogil:
-    """Bytes that a thread needs: packed A and, behind it, a block of rows that are normalised first."""
+    """Bytes that a thread needs: packed A, a slice of B and a block of rows that are normalised first."""
     cdef Py_ssize_t rows = min(<Py_ssize_t>g.kernels.gemm_mc, g.rows) if g.a_norm != NULL else 0
-    return packed_size(g) + rows * (g.depth + SKEW) * g.kernels.itemsize
+    return packed_size(g) + slice_size(g) + rows * (g.depth + SKEW) * g.kernels.itemsize
 
 
 cdef Rows normalise_a(const Gemm *g, Py_ssize_t row, Py_ssize_t count, char *memory) noexcept nogil:
@@ -326,7 +364,7 @@ cdef int panels_to_walk(const ta_kernels *kernels, const Panel *b, Py_ssize_t co
                         Py_ssize_t rows) noexcept nogil:
     """How many whole panels from b on a single register tile walks; 0 if there are more or fewer."""
     cdef int panels = TA_WALK_PANELS(<int>rows, kernels.walk_rows)
-    if rows > kernels.gemm_mr or panels > count:
+    if rows > kernels.gemm_mr or panels > count or b.words != TA_WORDS_NONE:
         return 0
     if b[panels - 1].matrix != b.matrix or b[panels - 1].columns != kernels.gemm_nr:
         return 0
@@ -340,12 +378,15 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
     cdef Py_ssize_t row_end = (row_part + 1) * g.rows // g.row_parts
     cdef Py_ssize_t panel_begin = panel_part * g.panel_count // g.panel_parts
     cdef Py_ssize_t panel_end = (panel_part + 1) * g.panel_count // g.panel_parts
-    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin, width, a_row
+    cdef Py_ssize_t ic, rows, tiles, pc, pack_depth, panel, kc, tile, begin, bits, a_row
     cdef char *packed = memory
+    cdef char *converted = memory + packed_size(g)
     cdef Rows a = g.a
     cdef const Panel *b
     cdef const Target *c
     cdef ta_gemm_tile t
+    cdef ta_words words
+    cdef bint streams
 
     ic = row_part * g.rows // g.row_parts
     while ic < row_end:                                         # blocks of rows
@@ -356,7 +397,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
             pack_depth = min(<Py_ssize_t>GEMM_KC, g.depth)
         a_row = ic
         if g.a_norm != NULL:
-            a = normalise_a(g, ic, rows, memory + packed_size(g))
+            a = normalise_a(g, ic, rows, converted + slice_size(g))
             a_row = 0
         pc = 0
         while True:                                             # slices of the contracted axis
@@ -367,36 +408,48 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                 b = g.panels + panel
                 t.panels = panels_to_walk(kernels, b, panel_end - panel, rows)
                 c = g.targets + b.matrix
+                # Few rows take words as they are; for more, a slice is converted once for all tiles.
+                streams = (b.words != TA_WORDS_NONE and rows <= kernels.walk_rows
+                           and b.columns == kernels.gemm_nr)
                 t.columns = b.columns
+                bits = panel_bits(kernels, b)
                 t.c_stride = c.row_stride
                 t.panel_stride = g.depth * kernels.gemm_nr
                 kc = pc
                 while True:
                     t.depth = min(<Py_ssize_t>GEMM_KC, pc + pack_depth - kc)
-                    t.b = b.data + kc * round_up(b.columns, kernels.vl) * itemsize
+                    t.b = b.data + kc * bits // 8
                     t.accumulate = kc > 0
                     t.bias = NULL
                     if c.bias != NULL and kc + t.depth == g.depth:
                         t.bias = c.bias + b.column * itemsize
                     # The tiles share the prefetching of what is read a slice later; a single one has read
                     # its slice in no time, and looks less far ahead.
-                    width = round_up(b.columns, kernels.vl) * itemsize
-                    t.next_bytes = ceil_div(t.depth * width, tiles)
+                    t.next_bytes = ceil_div(t.depth * bits, 8 * tiles)
                     if t.panels > 0 or (panel + 1 == panel_end and kc + t.depth == pc + pack_depth):
                         t.next = NULL
                         t.next_bytes = 0
                     elif tiles == 1:
                         t.next = <const char *>t.b + STREAM_AHEAD
                     elif pack_depth == g.depth:                 # one panel lies behind the other
-                        t.next = <const char *>t.b + min(<Py_ssize_t>GEMM_KC, pack_depth) * width
+                        t.next = <const char *>t.b + min(<Py_ssize_t>GEMM_KC, pack_depth) * bits // 8
                     else:
-                        t.next = b[1].data + pc * round_up(b[1].columns, kernels.vl) * itemsize
+                        t.next = b[1].data + pc * panel_bits(kernels, b + 1) // 8
+                    if b.words != TA_WORDS_NONE:
+                        words = words_at(kernels, b, kc)
+                        if not streams:
+                            kernels.convert_panel[b.words](converted, &words, t.depth,
+                                                           round_up(b.columns, kernels.vl))
+                            t.b = converted
                     for tile in range(tiles):                   # register tiles
                         begin = tile * rows // tiles
                         t.rows = <int>((tile + 1) * rows // tiles - begin)
                         t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
                         t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
-                        kernels.gemm_tile(&t)
+                        if streams:
+                            kernels.stream_tile[b.words](&t, &words)
+                        else:
+                            kernels.gemm_tile(&t)
                         if t.next != NULL:
                             t.next = <const char *>t.next + t.next_bytes
                     kc = kc + t.depth
@@ -1455,6 +1508,9 @@ def kernel_table(str dtype):
         "merge_states": [<uintptr_t>k.merge_states[i] for i in range(TA_STORAGES)],
         "store_row": [<uintptr_t>k.store_row[i] for i in range(TA_STORAGES)],
         "gemm_tile": <uintptr_t>k.gemm_tile,
+        "pack_words": [<uintptr_t>k.pack_words[i] for i in range(TA_WORDS_TYPES)],
+        "stream_tile": [<uintptr_t>k.stream_tile[i] for i in range(TA_WORDS_TYPES)],
+        "convert_panel": [<uintptr_t>k.convert_panel[i] for i in range(TA_WORDS_TYPES)],
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
@@ -1566,6 +1622,35 @@ def measure_read_bandwidth(source, int threads):
 
 # ------------------------------------------------------------------ packed weights
 
+cdef struct Source:
+    # A matrix as it comes: floats, or integers and what makes weights of them.
+    int words              # what it is packed as: a ta_weights
+    Array values           # [depth, columns]
+    Array scales           # [groups, columns]
+    Array minima           # the same, where there are any
+    Py_ssize_t group
+    double unit
+
+
+cdef int read_source(object matrix, bint bfloat16, Source *source) except -1:
+    """Reads an array [depth, columns] or a QuantizedMatrix [columns, depth] (see quantized.py)."""
+    source.scales.shape[0] = 0
+    source.unit = 1
+    if not hasattr(matrix, "bits"):
+        read_array(matrix, &source.values)
+        source.words = TA_WORDS_BF16 if bfloat16 else TA_WORDS_NONE
+        source.group = source.values.shape[0]
+        return 0
+    read_array(matrix._values.T, &source.values)
+    read_array(matrix._scales.T, &source.scales)
+    source.words = TA_WORDS_INT8 if matrix.bits == 8 else TA_WORDS_INT4
+    if source.words == TA_WORDS_INT4:
+        read_array(matrix._minima.T, &source.minima)
+    source.group = matrix.group_size
+    source.unit = matrix._unit
+    return 0
+
+
 cdef class PackedMatrix:
     """Matrices [depth, columns] side by side, packed once for gemm_item.
 
@@ -1574,60 +1659,108 @@ cdef class PackedMatrix:
 
         panel 0          panel 1                panel n: the last of a matrix is narrower
         [depth][nr]      [depth][nr]     ...    [depth][columns rounded up to whole vectors]
+
+    An array is packed as it is or as bfloat16, a QuantizedMatrix as its integers, whose scales lie before
+    each panel.
     """
 
     cdef const ta_kernels *kernels
     cdef char *memory
     cdef Panel *panels
     cdef Py_ssize_t[4] first_panel        # of each matrix, and the end
+    cdef bint has_words
     cdef readonly Py_ssize_t depth
     cdef readonly tuple columns           # of each matrix
     cdef readonly Py_ssize_t nbytes
 
-    def __cinit__(self, *matrices):
-        cdef Array[3] b
+    def __cinit__(self, *matrices, bint bfloat16=False):
+        cdef Source[3] b
         cdef Py_ssize_t i, count = 0, matrix_count = len(matrices)
-        cdef const ta_kernels *kernels = kernels_for(matrices[0].itemsize)
-        self.kernels = kernels
-        self.depth = matrices[0].shape[0]
-        self.columns = tuple([matrix.shape[1] for matrix in matrices])
         for i in range(matrix_count):
-            read_array(matrices[i], &b[i])
-            require_possible(<double>kernels.itemsize * self.depth * (b[i].shape[1] + 64.0))
+            read_source(matrices[i], bfloat16, &b[i])
+            self.has_words = self.has_words or b[i].words != TA_WORDS_NONE
+        self.kernels = kernels_for(4 if self.has_words else matrices[0].itemsize)
+        self.depth = b[0].values.shape[0]
+        self.columns = tuple([b[i].values.shape[1] for i in range(matrix_count)])
+        for i in range(matrix_count):
+            require_possible(<double>self.kernels.itemsize * self.depth * (b[i].values.shape[1] + 64.0))
             self.first_panel[i] = count
-            count += ceil_div(b[i].shape[1], kernels.gemm_nr)
-            self.nbytes += round_up(b[i].shape[1], kernels.vl) * self.depth * kernels.itemsize
+            count += ceil_div(b[i].values.shape[1], self.kernels.gemm_nr)
         self.first_panel[matrix_count] = count
-        self.memory = <char *>ta_allocate(self.nbytes)
         self.panels = <Panel *>ta_allocate(count * sizeof(Panel))
-        if self.memory == NULL or self.panels == NULL:
+        if self.panels == NULL:
+            raise MemoryError(f"could not allocate {count * sizeof(Panel)} bytes for panels")
+        self.lay_out(b, matrix_count)
+        self.memory = <char *>ta_allocate(self.nbytes)
+        if self.memory == NULL:
             raise MemoryError(f"could not allocate {self.nbytes} bytes for packed weights")
         with nogil:
-            self.pack(b, matrix_count)
+            for i in range(count):
+                self.pack(&b[self.panels[i].matrix], &self.panels[i])
 
-    cdef void pack(self, const Array *b, Py_ssize_t matrix_count) noexcept nogil:
-        cdef const ta_kernels *kernels = self.kernels
+    cdef void lay_out(self, const Source *b, Py_ssize_t matrix_count) noexcept nogil:
+        """The panels of all matrices; where their parts will lie is counted from 0."""
         cdef Py_ssize_t i, column, width
-        cdef char *data = self.memory
+        cdef uintptr_t cursor = 0
         cdef Panel *panel = self.panels
         for i in range(matrix_count):
             column = 0
-            while column < b[i].shape[1]:
+            while column < b[i].values.shape[1]:
                 panel.matrix = <int>i
                 panel.column = column
-                panel.columns = <int>min(<Py_ssize_t>kernels.gemm_nr, b[i].shape[1] - column)
-                panel.data = data
-                width = round_up(panel.columns, kernels.vl)
-                kernels.pack_columns[TA_REAL](
-                    data, b[i].data + column * b[i].stride[1] * kernels.itemsize,
-                    self.depth, panel.columns, width, b[i].stride[0], b[i].stride[1], 1.0)
-                data += width * self.depth * kernels.itemsize
+                panel.columns = <int>min(<Py_ssize_t>self.kernels.gemm_nr, b[i].values.shape[1] - column)
+                panel.words = b[i].words
+                panel.group = b[i].group
+                panel.unit = b[i].unit
+                width = round_up(panel.columns, self.kernels.vl)
+                panel.scales = <const char *>cursor
+                cursor += b[i].scales.shape[0] * width * scale_bytes(panel.words)
+                panel.data = <const char *>cursor
+                cursor += (round_up(self.depth, rows_of_word(panel.words))
+                           * panel_bits(self.kernels, panel) // 8)
                 column += panel.columns
                 panel += 1
+        self.nbytes = cursor
+
+    cdef void pack(self, const Source *b, Panel *panel) noexcept nogil:
+        cdef const ta_kernels *kernels = self.kernels
+        cdef Py_ssize_t width = round_up(panel.columns, kernels.vl), size
+        cdef char *data = self.memory + <uintptr_t>panel.data
+        cdef char *scales = self.memory + <uintptr_t>panel.scales
+        panel.data = data
+        panel.scales = scales
+        if b.words == TA_WORDS_NONE:
+            kernels.pack_columns[TA_REAL](
+                data, b.values.data + panel.column * b.values.stride[1] * kernels.itemsize, self.depth,
+                panel.columns, width, b.values.stride[0], b.values.stride[1], 1.0)
+            return
+        size = kernels.itemsize if b.words == TA_WORDS_BF16 else 1
+        kernels.pack_words[b.words](
+            data, b.values.data + panel.column * b.values.stride[1] * size, self.depth, panel.columns,
+            width, b.values.stride[0], b.values.stride[1])
+        size = scale_bytes(b.words)
+        if b.words == TA_WORDS_INT8:
+            pack_scales(&b.scales, panel, width, size, scales, size * width)
+        elif b.words == TA_WORDS_INT4:
+            pack_scales(&b.scales, panel, width, 2, scales, size * width)
+            pack_scales(&b.minima, panel, width, 2, scales + 2 * width, size * width)
 
     def __dealloc__(self):
         ta_release(self.memory)
         ta_release(self.panels)
+
+
+cdef void pack_scales(const Array *scales, const Panel *panel, Py_ssize_t width, Py_ssize_t size, char *to,
+                      Py_ssize_t group_bytes) noexcept nogil:
+    """A panel's columns of scales[groups, columns], elements of `size` bytes; zeros in what pads it."""
+    cdef Py_ssize_t group, j
+    for group in range(scales.shape[0]):
+        memset(to, 0, width * size)
+        for j in range(panel.columns):
+            memcpy(to + j * size,
+                   scales.data + (group * scales.stride[0] + (panel.column + j) * scales.stride[1]) * size,
+                   size)
+        to = to + group_bytes
 
 
 cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *targets, int threads):
@@ -1636,6 +1769,7 @@ cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *t
     g.depth = b.depth
     g.panels = b.panels + b.first_panel[begin]
     g.panel_count = b.first_panel[end] - b.first_panel[begin]
+    g.has_words = b.has_words
     g.targets = targets - begin
     g.a_norm = NULL
     g.norm = NULL

@@ -29,6 +29,15 @@ class GemmTile(Structure):
     )
 
 
+class Words(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("group", c_ssize_t),
+        ("unit", c_double),
+    )
+
+
 class ScoreOptions(Structure):
     _fields_ = (
         ("softcap", c_double),
@@ -132,6 +141,9 @@ PROTOTYPES = {
     "store_row": (None, c_void_p, c_void_p, c_ssize_t),
     "merge_states": (None, POINTER(MergeTile)),
     "gemm_tile": (None, POINTER(GemmTile)),
+    "pack_words": (None, c_void_p, c_void_p, *[c_ssize_t] * 5),
+    "stream_tile": (None, POINTER(GemmTile), POINTER(Words)),
+    "convert_panel": (None, c_void_p, POINTER(Words), c_ssize_t, c_ssize_t),
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),
     "weigh_few": (None, POINTER(AttentionTile)),
@@ -153,6 +165,10 @@ PROTOTYPES = {
 }
 
 
+# in the order of enum ta_weights
+WORDS = (None, "bfloat16", "int8", "int4")
+
+
 def address(array):
     """Where an array's first element lies; None for None."""
     return None if array is None else array.ctypes.data
@@ -161,7 +177,8 @@ def address(array):
 class Kernels:
     """The kernels of the selected instruction set for one element type, and their tile sizes.
 
-    Those that meet a caller's array are dicts: a kernel for each dtype that it may have.
+    Those that meet a caller's array are dicts, a kernel for each dtype that it may have, and so are
+    those for words of weights.
     """
 
     def __init__(self, dtype):
@@ -173,8 +190,9 @@ class Kernels:
         for name, value in _core.kernel_table(self.dtype.name).items():
             if name in PROTOTYPES:
                 function = CFUNCTYPE(*PROTOTYPES[name])
+                keys = WORDS if name in ("pack_words", "stream_tile", "convert_panel") else storages
                 value = (
-                    {d: function(at) for d, at in zip(storages, value, strict=True) if at}
+                    {d: function(at) for d, at in zip(keys, value, strict=True) if at}
                     if isinstance(value, list)
                     else function(value)
                 )
