@@ -41,6 +41,7 @@ from tileattn.config import (
     threads,
 )
 from tileattn.plan import Plan, explain
+from tileattn.quantized import QuantizedMatrix
 from tileattn.rope import Rope, RopeScaling, apply_rope
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "Plan",
+    "QuantizedMatrix",
     "RMSNorm",
     "Rope",
     "RopeScaling",

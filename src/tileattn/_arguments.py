@@ -240,10 +240,45 @@ class CacheParameters:
         return Visibility(is_causal, offset, counts, lengths, window)
 
 
+class QuantizedParameters(SetOnce):
+    """What a QuantizedMatrix [out, in] holds, and PackedMatrix reads."""
+
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    _values: Array  # int8, or uint8 with 4 bits
+    _scales: Array  # float32, or with 4 bits float16, times _unit
+    _minima: Array | None  # the same, with 4 bits
+    _unit: float
+
+
+class HeadMatrix(NamedTuple):
+    """A QuantizedMatrix [out, in] in place of an array [in, *heads] or, for w_o, [*heads, out]."""
+
+    matrix: Any
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return FLOAT_TYPES[0]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def reshape(self, *_: int) -> Any:
+        """As two axes, whichever they are, it is the matrix."""
+        return self.matrix
+
+
+Weight: TypeAlias = Array | HeadMatrix
+
+
 class BlockWeights(NamedTuple):
     """What `check_block_weights` found; vectors are copies."""
 
-    matrices: tuple[Array, Array, Array, Array]
+    matrices: tuple[Weight, ...]  # w_q, w_k, w_v and w_o
+    weight_dtype: str | None
     biases: tuple[Array | None, Array | None, Array | None, Array | None]
     norm: NormParameters | None  # None if it has no position, too
     is_pre_norm: bool
@@ -541,10 +576,10 @@ def check_values(v: npt.ArrayLike, q: Array, k: Array, has_batch: bool) -> Array
 
 
 def check_block_weights(
-    w_q: npt.ArrayLike,
-    w_k: npt.ArrayLike,
-    w_v: npt.ArrayLike,
-    w_o: npt.ArrayLike,
+    w_q: npt.ArrayLike | HeadMatrix,
+    w_k: npt.ArrayLike | HeadMatrix,
+    w_v: npt.ArrayLike | HeadMatrix,
+    w_o: npt.ArrayLike | HeadMatrix,
     *,
     b_q: npt.ArrayLike | None,
     b_k: npt.ArrayLike | None,
@@ -561,14 +596,21 @@ def check_block_weights(
     is_causal: bool,
     local_window_size: Window,
     sinks: npt.ArrayLike | None,
+    weight_dtype: str | None,
 ) -> BlockWeights:
     """Check what an attention block is made of."""
-    w_q = check_array("w_q", w_q)
+    check_weight_dtype(weight_dtype)
+    w_q = check_weight("w_q", w_q, None)
     dtype = w_q.dtype
     w_k, w_v, w_o = (
-        check_array(name, weight, dtype, like="w_q")
+        check_weight(name, weight, dtype)
         for name, weight in (("w_k", w_k), ("w_v", w_v), ("w_o", w_o))
     )
+    if weight_dtype is not None and dtype != np.float32:
+        raise TypeError(
+            f"weight_dtype = {weight_dtype!r} takes float32 weights, and w_q has {dtype}; "
+            "convert all with .astype(np.float32)"
+        )
     for name, weight, axes in (
         ("w_q", w_q, "[D, N, H]"),
         ("w_k", w_k, "[Dc, K, H]"),
@@ -611,6 +653,7 @@ def check_block_weights(
     )
     return BlockWeights(
         (w_q, w_k, w_v, w_o),
+        weight_dtype,
         biases,
         None if norm_position is None else norm,
         norm_position == "pre",
@@ -623,6 +666,32 @@ def check_block_weights(
         check_flag("is_causal", is_causal),
         check_window(local_window_size),
     )
+
+
+def check_weight_dtype(weight_dtype: str | None) -> None:
+    if weight_dtype is not None and not isinstance(weight_dtype, str):
+        raise TypeError(
+            f"weight_dtype must be 'bfloat16', 'int8', 'int4' or None, not {weight_dtype!r}"
+        )
+    if weight_dtype not in (None, "bfloat16", "int8", "int4"):
+        raise ValueError(
+            f"weight_dtype must be 'bfloat16', 'int8', 'int4' or None, not {weight_dtype!r}"
+        )
+
+
+def check_weight(
+    name: str, weight: npt.ArrayLike | HeadMatrix, dtype: np.dtype[Any] | None
+) -> Weight:
+    """A float array, or a quantised matrix that from_linear has put in its place."""
+    if isinstance(weight, QuantizedParameters):
+        raise TypeError(
+            f"{name} is a QuantizedMatrix, [out, in]: hand it to AttentionBlock.from_linear"
+        )
+    if not isinstance(weight, HeadMatrix):
+        return check_array(name, weight, dtype, like="" if dtype is None else "w_q")
+    if dtype is not None and dtype != weight.dtype:
+        raise TypeError(f"{name} is quantised, for arithmetic in float32, but w_q has {dtype}")
+    return weight
 
 
 def check_block_inputs(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import BlockWeights, CacheSpan, NormParameters
+from tileattn._arguments import BlockWeights, CacheSpan, NormParameters, QuantizedParameters
 
 _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ class PackedMatrix:
     depth: int
     columns: tuple[int, ...]
     nbytes: int
-    def __init__(self, *matrices: _Array) -> None: ...
+    def __init__(self, *matrices: _Array | QuantizedParameters, bfloat16: bool = ...) -> None: ...
 
 class Visibility:
     is_causal: bool

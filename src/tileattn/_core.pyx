@@ -2299,15 +2299,16 @@ cdef class Block:
         w_q, w_k, w_v, w_o = w.matrices
         self.N, self.H = w_q.shape[1], w_q.shape[2]
         self.K, self.Hv = w_v.shape[1], w_v.shape[2]
+        bfloat16 = w.weight_dtype == "bfloat16"
         flat = [matrix.reshape(matrix.shape[0], -1) for matrix in (w_q, w_k, w_v)]
         if w_q.shape[0] == w_k.shape[0]:
-            self.w_q = self.w_kv = PackedMatrix(*flat)
+            self.w_q = self.w_kv = PackedMatrix(*flat, bfloat16=bfloat16)
             self.nbytes = self.w_q.nbytes
         else:
-            self.w_q = PackedMatrix(flat[0])
-            self.w_kv = PackedMatrix(flat[1], flat[2])
+            self.w_q = PackedMatrix(flat[0], bfloat16=bfloat16)
+            self.w_kv = PackedMatrix(flat[1], flat[2], bfloat16=bfloat16)
             self.nbytes = self.w_q.nbytes + self.w_kv.nbytes
-        self.w_o = PackedMatrix(w_o.reshape(-1, w_o.shape[2]))
+        self.w_o = PackedMatrix(w_o.reshape(-1, w_o.shape[2]), bfloat16=bfloat16)
         self.nbytes += self.w_o.nbytes
         self.kept = w._replace(matrices=())
         for i in range(4):

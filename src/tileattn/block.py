@@ -11,6 +11,8 @@ import numpy.typing as npt
 from tileattn import _core
 from tileattn._arguments import (
     Array,
+    BlockWeights,
+    HeadMatrix,
     Integers,
     NormParameters,
     NormPosition,
@@ -29,6 +31,7 @@ from tileattn._arguments import (
 )
 from tileattn.cache import KVCache
 from tileattn.config import resolve_threads
+from tileattn.quantized import QuantizedMatrix, WeightDtype, convert_weights
 from tileattn.rope import Rope
 
 
@@ -226,6 +229,9 @@ class AttentionBlock(SetOnce):
         As in `dot_product_attention`.
     is_causal : bool, optional
         Row t sees only the positions ``j <= t + query_offset``.
+    weight_dtype : "bfloat16", "int8", "int4" or None, optional
+        What float32 weights are rounded to and kept as, in 1/2, 1/4 and 1/6 of the memory. int8 has
+        a scale for each output column, int4 a scale and a minimum for each 32 of its weights.
 
     Attributes
     ----------
@@ -235,16 +241,22 @@ class AttentionBlock(SetOnce):
     norm, norm_position, residual, rope, q_norm, k_norm
     scale, softcap, is_causal, local_window_size, sinks
         As given; `sinks` is a copy.
+    weight_dtype : str, tuple of four or None
+        As given; of blocks with a `QuantizedMatrix` what all of w_q, w_k, w_v and w_o are, or each.
     nbytes : int
         Bytes of the packed weights.
 
     Raises
     ------
     TypeError, ValueError
-        For weights whose dtypes or shapes do not fit together.
+        For weights whose dtypes or shapes do not fit together, and for NaN and infinity with a
+        `weight_dtype` of integers.
 
     Notes
     -----
+    The arithmetic is in `dtype`, whatever `weight_dtype` is: a block of rounded weights gives the
+    bits of one that was given these weights in float32.
+
     The arrays given are copied into packed form and not referred to again; a block does not change
     once it is made. Since it has its weights in that form only, which belongs to one instruction
     set, it can be neither pickled nor copied: hand the weights to another process and build the
@@ -284,6 +296,7 @@ class AttentionBlock(SetOnce):
         is_causal: bool = False,
         local_window_size: Window = None,
         sinks: npt.ArrayLike | None = None,
+        weight_dtype: WeightDtype | None = None,
     ) -> None:
         w = check_block_weights(
             w_q,
@@ -305,11 +318,14 @@ class AttentionBlock(SetOnce):
             is_causal=is_causal,
             local_window_size=local_window_size,
             sinks=sinks,
+            weight_dtype=weight_dtype,
         )
-        w_q, _, w_v, _ = w.matrices
-        self.dtype = w_q.dtype
-        self.model_dim, self.num_heads, self.head_dim = w_q.shape
-        self.context_dim, self.num_kv_heads, self.v_head_dim = w_v.shape
+        w = convert_weights(w)
+        shape_q, _, shape_v, _ = (tuple(matrix.shape) for matrix in w.matrices)
+        self.weight_dtype = _held(w)
+        self.dtype = w.matrices[0].dtype
+        self.model_dim, self.num_heads, self.head_dim = shape_q
+        self.context_dim, self.num_kv_heads, self.v_head_dim = shape_v
         self.norm, self.norm_position = norm, norm_position
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.residual, self.scale, self.is_causal = w.residual, w.scores.scale, w.is_causal
@@ -332,12 +348,12 @@ class AttentionBlock(SetOnce):
     @classmethod
     def from_linear(
         cls,
-        w_q: npt.ArrayLike | None = None,
-        w_k: npt.ArrayLike | None = None,
-        w_v: npt.ArrayLike | None = None,
-        w_o: npt.ArrayLike | None = None,
+        w_q: npt.ArrayLike | QuantizedMatrix | None = None,
+        w_k: npt.ArrayLike | QuantizedMatrix | None = None,
+        w_v: npt.ArrayLike | QuantizedMatrix | None = None,
+        w_o: npt.ArrayLike | QuantizedMatrix | None = None,
         *,
-        w_qkv: npt.ArrayLike | None = None,
+        w_qkv: npt.ArrayLike | QuantizedMatrix | None = None,
         b_q: npt.ArrayLike | None = None,
         b_k: npt.ArrayLike | None = None,
         b_v: npt.ArrayLike | None = None,
@@ -356,16 +372,17 @@ class AttentionBlock(SetOnce):
         is_causal: bool = False,
         local_window_size: Window = None,
         sinks: npt.ArrayLike | None = None,
+        weight_dtype: WeightDtype | None = None,
     ) -> AttentionBlock:
         """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` holds them.
 
         Parameters
         ----------
-        w_q : array [N*H, D]
-        w_k : array [K*H, Dc]
-        w_v : array [K*Hv, Dc]
-        w_o : array [D, N*Hv]
-        w_qkv : array [(N + 2K)*H, D]
+        w_q : array or QuantizedMatrix [N*H, D]
+        w_k : array or QuantizedMatrix [K*H, Dc]
+        w_v : array or QuantizedMatrix [K*Hv, Dc]
+        w_o : array or QuantizedMatrix [D, N*Hv]
+        w_qkv : array or QuantizedMatrix [(N + 2K)*H, D]
             Instead of `w_q`, `w_k` and `w_v`: their rows, one after the other.
         b_q, b_k, b_v, b_o : arrays [N*H], [K*H], [K*Hv], [D], optional
         b_qkv : array [(N + 2K)*H], optional
@@ -375,7 +392,7 @@ class AttentionBlock(SetOnce):
         num_kv_heads : int, optional
             K, by default N.
         norm, norm_position, residual, rope, q_norm, k_norm
-        scale, softcap, is_causal, local_window_size, sinks
+        scale, softcap, is_causal, local_window_size, sinks, weight_dtype
             As in the constructor.
 
         Returns
@@ -423,6 +440,7 @@ class AttentionBlock(SetOnce):
             is_causal=is_causal,
             local_window_size=local_window_size,
             sinks=sinks,
+            weight_dtype=weight_dtype,
         )
 
     @property
@@ -720,11 +738,11 @@ class AttentionBlock(SetOnce):
 
 def _from_linear_arguments(
     *,
-    w_q: npt.ArrayLike | None = None,
-    w_k: npt.ArrayLike | None = None,
-    w_v: npt.ArrayLike | None = None,
-    w_o: npt.ArrayLike | None = None,
-    w_qkv: npt.ArrayLike | None = None,
+    w_q: npt.ArrayLike | QuantizedMatrix | None = None,
+    w_k: npt.ArrayLike | QuantizedMatrix | None = None,
+    w_v: npt.ArrayLike | QuantizedMatrix | None = None,
+    w_o: npt.ArrayLike | QuantizedMatrix | None = None,
+    w_qkv: npt.ArrayLike | QuantizedMatrix | None = None,
     b_q: npt.ArrayLike | None = None,
     b_k: npt.ArrayLike | None = None,
     b_v: npt.ArrayLike | None = None,
@@ -744,41 +762,45 @@ def _from_linear_arguments(
         given = [a is not None for a in (w_q, w_k, w_v, b_q, b_k, b_v)]
         if any(given):
             raise TypeError("w_qkv already holds what w_q, w_k, w_v, b_q, b_k and b_v would")
-        packed = check_array("w_qkv", w_qkv)
-        if packed.ndim != 2 or packed.size == 0 or len(packed) % (N + 2 * K) != 0:
+        packed = _check_matrix("w_qkv", w_qkv)
+        rows = packed.shape[0]
+        if len(packed.shape) != 2 or 0 in packed.shape or rows % (N + 2 * K) != 0:
             raise ValueError(
                 f"w_qkv must have the shape [(N + 2K) * H, D] with N + 2K = {N + 2 * K}, "
                 f"not {packed.shape}"
             )
-        H = len(packed) // (N + 2 * K)
+        H = rows // (N + 2 * K)
         cuts = [N * H, (N + K) * H]
-        w_q, w_k, w_v = np.split(packed, cuts)
+        is_quantized = isinstance(packed, QuantizedMatrix)
+        w_q, w_k, w_v = packed._split(cuts) if is_quantized else np.split(packed, cuts)
         if b_qkv is not None:
-            bias = check_array("b_qkv", b_qkv, packed.dtype)
-            if bias.shape != (len(packed),):
-                raise ValueError(f"b_qkv has shape {bias.shape}, expected ({len(packed)},)")
+            dtype = np.dtype(np.float32) if is_quantized else packed.dtype
+            bias = check_array("b_qkv", b_qkv, dtype)
+            if bias.shape != (rows,):
+                raise ValueError(f"b_qkv has shape {bias.shape}, expected ({rows},)")
             b_q, b_k, b_v = np.split(bias, cuts)
     elif w_q is None or w_k is None or w_v is None:
         raise TypeError("either w_qkv or all of w_q, w_k and w_v must be given")
     elif b_qkv is not None:
         raise TypeError("b_qkv goes with w_qkv; give b_q, b_k and b_v instead")
 
-    def heads(name: str, matrix: npt.ArrayLike, count: int, axes: str, given_as: str) -> Array:
-        array = check_array(name, matrix)
-        if array.ndim != 2 or array.size == 0 or len(array) % count != 0:
+    def heads(name: str, matrix: Any, count: int, axes: str, given_as: str) -> Any:
+        array = _check_matrix(name, matrix)
+        shape = array.shape
+        if len(shape) != 2 or 0 in shape or shape[0] % count != 0:
             raise ValueError(
-                f"{name} must have the shape {axes}, [out, in], with {given_as}, not {array.shape}"
+                f"{name} must have the shape {axes}, [out, in], with {given_as}, not {shape}"
             )
-        return array.T.reshape(array.shape[1], count, -1)
+        return _as_heads(array, (shape[1], count, shape[0] // count))
 
     of_keys = f"K = num_kv_heads = {K}" + (", as num_heads" if num_kv_heads is None else "")
     q = heads("w_q", w_q, N, "[N * H, D]", f"N = num_heads = {N}")
     k = heads("w_k", w_k, K, "[K * H, Dc]", of_keys)
     v = heads("w_v", w_v, K, "[K * Hv, Dc]", of_keys)
     (D, _, H), (Dc, _, Hv) = q.shape, v.shape
-    o = check_array("w_o", w_o)
+    o = _check_matrix("w_o", w_o)
     for name, shape, axes, expected in (
-        ("w_k", (K * k.shape[2], len(k)), "[K * H, Dc]", (K * H, Dc)),
+        ("w_k", (K * k.shape[2], k.shape[0]), "[K * H, Dc]", (K * H, Dc)),
         ("w_o", o.shape, "[D, N * Hv]", (D, N * Hv)),
     ):
         if shape != expected:
@@ -791,7 +813,7 @@ def _from_linear_arguments(
         "w_q": q,
         "w_k": k,
         "w_v": v,
-        "w_o": o.T.reshape(N, Hv, D),
+        "w_o": _as_heads(o, (N, Hv, D)),
     }
     for name, head_bias, weight in (("b_q", b_q, q), ("b_k", b_k, k), ("b_v", b_v, v)):
         shape = weight.shape[1:]
@@ -800,6 +822,25 @@ def _from_linear_arguments(
     if b_o is not None:
         arguments["b_o"] = b_o
     return arguments
+
+
+def _check_matrix(name: str, matrix: Any) -> Any:
+    return matrix if isinstance(matrix, QuantizedMatrix) else check_array(name, matrix)
+
+
+def _as_heads(matrix: Any, shape: tuple[int, int, int]) -> Any:
+    """[out, in] as weights of that shape."""
+    if isinstance(matrix, QuantizedMatrix):
+        return HeadMatrix(matrix, shape)
+    return matrix.T.reshape(shape)
+
+
+def _held(w: BlockWeights) -> str | tuple[str | None, ...] | None:
+    """What the weights are kept as: one name for all, or one for each."""
+    names = tuple(
+        f"int{m.matrix.bits}" if isinstance(m, HeadMatrix) else w.weight_dtype for m in w.matrices
+    )
+    return names[0] if len(set(names)) == 1 else names
 
 
 def attention_block(
@@ -824,6 +865,7 @@ def attention_block(
     is_causal: bool = False,
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
+    weight_dtype: WeightDtype | None = None,
     context: npt.ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
@@ -843,7 +885,7 @@ def attention_block(
     x : array [B, T, D] or [T, D], float32 or float64
     w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o
     norm, norm_position, residual, rope, q_norm, k_norm
-    scale, softcap, is_causal, local_window_size, sinks
+    scale, softcap, is_causal, local_window_size, sinks, weight_dtype
         As in the constructor of `AttentionBlock`.
     context, cache, bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths, out
     num_threads
@@ -888,6 +930,7 @@ def attention_block(
         is_causal=is_causal,
         local_window_size=local_window_size,
         sinks=sinks,
+        weight_dtype=weight_dtype,
     )
     return block(
         x,

@@ -26,9 +26,11 @@ from tileattn._arguments import (
     Array,
     Bool,
     CacheSpan,
+    HeadMatrix,
     Integers,
     NormParameters,
     NormPosition,
+    Weight,
     Window,
     arithmetic_type,
     check_attention,
@@ -48,6 +50,7 @@ from tileattn._core import Scores, Visibility
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
 from tileattn.cache import KVCache
 from tileattn.config import resolve_threads
+from tileattn.quantized import WeightDtype, convert_weights
 from tileattn.rope import Rope, RopeScaling
 
 __all__ = [
@@ -548,6 +551,7 @@ def attention_block(
     is_causal: bool = False,
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
+    weight_dtype: WeightDtype | None = None,
     context: npt.ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
@@ -581,6 +585,8 @@ def attention_block(
         Rotates queries by their positions t + query_offset, and keys by theirs, j.
     q_norm, k_norm : LayerNorm or RMSNorm, optional
         Of each head's H columns of queries or keys, after the bias and before `rope`.
+    weight_dtype : "bfloat16", "int8", "int4" or None, optional
+        What float32 weights are rounded to first.
     context : [B,S,Dc] or KVCache, optional
         What keys and values are made from, in cross attention, or a cache that holds them.
     cache : KVCache, optional
@@ -631,8 +637,10 @@ def attention_block(
         is_causal=is_causal,
         local_window_size=local_window_size,
         sinks=sinks,
+        weight_dtype=weight_dtype,
     )
-    w_q, w_k, w_v, w_o = (_float64(matrix) for matrix in w.matrices)
+    w = convert_weights(w, round_bfloat16=True)
+    w_q, w_k, w_v, w_o = (_float64(_as_floats(matrix)) for matrix in w.matrices)
     b_q, b_k, b_v, b_o = (_float64(bias) for bias in w.biases)
     x_BTD, c_BSD, bias, visibility, positions, span, has_batch = check_block_inputs(
         x,
@@ -684,6 +692,13 @@ def attention_block(
     if cache is not None and span is not None:
         cache._advance(span)
     return _deliver(y_BTD if has_batch else y_BTD[0], out)
+
+
+def _as_floats(matrix: Weight) -> Array:
+    if not isinstance(matrix, HeadMatrix):
+        return matrix
+    rows: Array = matrix.matrix.dequantize()  # [out, in]
+    return rows.T.reshape(matrix.shape)
 
 
 @np.errstate(all="ignore")
