@@ -15,22 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from tileattn.cost import BlockCost, attention_block_cost
+from tileattn.quantized import WeightDtype
 
 Limit = Literal["FMA peak", "read bandwidth"]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """x[M, K] w[K, N]: here N and K are the product's columns and depth, as everywhere."""
+    """x[M, K] w[K, N]: here N and K are the product's columns and depth, as everywhere.
+
+    Ours takes the weights as `weight_dtype` says, its peers in float32.
+    """
 
     M: int
     N: int
     K: int
     cold: bool = False
+    weight_dtype: WeightDtype | None = None
 
     @property
     def name(self) -> str:
-        return f"M{self.M} N{self.N} K{self.K} {_temperature(self.cold)}"
+        kept_as = "" if self.weight_dtype is None else f" {self.weight_dtype}"
+        return f"M{self.M} N{self.N} K{self.K} {_temperature(self.cold)}{kept_as}"
 
     @property
     def of_limit(self) -> Limit:
@@ -209,6 +215,8 @@ def _temperature(cold: bool) -> str:
     return "cold" if cold else "hot"
 
 
+_WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("bfloat16", "int8", "int4")
+
 PROJECTIONS = (
     Projection(2048, 4096, 4096),
     Projection(512, 768, 768),
@@ -219,6 +227,12 @@ PROJECTIONS = (
     Projection(1, 4096, 4096, cold=True),
     Projection(4, 4096, 4096, cold=True),
     Projection(16, 4096, 4096, cold=True),
+    *(
+        Projection(M, 4096, 4096, cold=True, weight_dtype=weight_dtype)
+        for weight_dtype in _WEIGHT_DTYPES
+        for M in (1, 4, 16)
+    ),
+    *(Projection(512, 768, 768, weight_dtype=weight_dtype) for weight_dtype in _WEIGHT_DTYPES),
 )
 
 _DECODE = (

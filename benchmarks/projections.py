@@ -1,6 +1,10 @@
-"""Projections against the machine's limits and peers: `python -m benchmarks.projections`."""
+"""Projections against the machine's limits and peers, with weights in fewer bits against our own
+float32, too: `python -m benchmarks.projections`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,7 +13,10 @@ from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, nor
 from benchmarks.cells import PROJECTIONS, Projection
 from benchmarks.report import OURS, Work, rotation, run
 from benchmarks.rounds import Candidate
-from tileattn import _core
+from tileattn import QuantizedMatrix, _core
+from tileattn.quantized import WeightDtype
+
+FLOAT32 = "float32"
 
 
 def prepare(cell: Projection, alignment: Alignment = "line") -> Work:
@@ -17,22 +24,55 @@ def prepare(cell: Projection, alignment: Alignment = "line") -> Work:
     x = normal(rng, (cell.M, cell.K), alignment)
     w = normal(rng, (cell.K, cell.N))
     weights = [w] + [copy(w) for _ in range(copies_if_cold(cell.cold, w.nbytes) - 1)]
-    packed = [_core.PackedMatrix(w) for w in weights]
     out = empty((cell.M, cell.N), alignment)
     turn = rotation(len(weights))
 
-    def ours(threads: int) -> Array:
-        _core.project(x[None], packed[next(turn)], (out,), (None,), threads)
-        return out
+    def ours(packed: list[_core.PackedMatrix], turn: Iterator[int]) -> Candidate:
+        def call(threads: int) -> Array:
+            _core.project(x[None], packed[next(turn)], (out,), (None,), threads)
+            return out
 
+        return Candidate(call)
+
+    candidates = {
+        OURS: ours([_core.PackedMatrix(w) for w in weights], turn),
+        **peers.linear(x, weights, turn),
+    }
+    streams = [(w,) for w in weights]
+    if cell.weight_dtype is not None:
+        candidates = {name: replace(each, same=False) for name, each in candidates.items()}
+        candidates[FLOAT32] = candidates[OURS]
+        packed = _packed(w, cell.weight_dtype, cell.cold)
+        candidates[OURS] = ours(packed, rotation(len(packed)))
+        # As many bytes, of the float32 weights.
+        size = packed[0].nbytes // 4
+        streams = [
+            (w.reshape(-1)[i : i + size],)
+            for w in weights
+            for i in range(0, w.size - size + 1, size)
+        ]
+        turn = rotation(len(streams))
     return Work(
         cell,
-        {OURS: Candidate(ours), **peers.linear(x, weights, turn)},
+        candidates,
         exact=lambda: x.astype(np.float64) @ w.astype(np.float64),
-        streams=[(w,) for w in weights],
+        streams=streams,
         turn=turn,
     )
 
 
+def _packed(w: Array, weight_dtype: WeightDtype, cold: bool) -> list[_core.PackedMatrix]:
+    """Of w[K, N], as many as a cell rotates over."""
+
+    def pack() -> _core.PackedMatrix:
+        return _core.PackedMatrix(source, bfloat16=weight_dtype == "bfloat16")
+
+    source: Array | QuantizedMatrix = w
+    if weight_dtype != "bfloat16":
+        source = QuantizedMatrix.from_float(w.T, bits=8 if weight_dtype == "int8" else 4)
+    first = pack()
+    return [first, *(pack() for _ in range(copies_if_cold(cold, first.nbytes) - 1))]
+
+
 if __name__ == "__main__":
-    run(__doc__, PROJECTIONS, prepare, peers.LINEAR)
+    run(__doc__, PROJECTIONS, prepare, [FLOAT32, *peers.LINEAR])
