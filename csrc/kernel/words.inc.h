@@ -155,9 +155,9 @@ TA_INLINE void unpacked_product(vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const int 
 }
 
 /* A tile of a few rows and a whole panel, whose words are converted in registers. That takes longer than a
- * multiply-add's latency: two panels at once brought one row 3% at most. It reads 4096 x 4096 from DRAM 1.9,
- * 3.3 and 4.8 times as fast as floats; int8 by shifts, without vec_top_byte, came to 3.1, and int4 without
- * vec_lookup to 4.0. */
+ * multiply-add's latency: two panels at once brought one row 3% at most. It reads 4096 x 4096 from
+ * DRAM 1.9, 3.3 and 4.8 times as fast as floats; int8 by shifts, without vec_top_byte, came to 3.1, and
+ * int4 without vec_lookup to 4.0. */
 #define stream_body TA_NAME(stream_body)
 TA_INLINE void stream_body(const int storage, const int rows, const ta_gemm_tile *t, const ta_words *b)
 {

@@ -468,6 +468,7 @@ class AttentionBlock(SetOnce):
             "is_causal": False,
             "local_window_size": None,
             "sinks": None,
+            "weight_dtype": None,
         }
         for name, default in defaults.items():
             value = getattr(self, name)
