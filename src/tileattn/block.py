@@ -472,7 +472,8 @@ class AttentionBlock(SetOnce):
         }
         for name, default in defaults.items():
             value = getattr(self, name)
-            if value is not default and (default is None or value != default):
+            # Norms have no equality, but a text that tells all that one without arrays does.
+            if value is not default and repr(value) != repr(default):
                 parts.append(f"{name}={'...' if name == 'sinks' else repr(value)}")
         return f"AttentionBlock({', '.join(parts)})"
 
