@@ -567,6 +567,7 @@ def test_a_block_shows_what_it_does_differently():
         "is_causal": True,
         "local_window_size": (4, None),
         "sinks": np.zeros(6, np.float32),
+        "weight_dtype": "bfloat16",
     }
     parameters = inspect.signature(AttentionBlock).parameters
     assert list(every) == [name for name in parameters if name[:2] not in ("w_", "b_")]
