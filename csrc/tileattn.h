@@ -41,6 +41,10 @@ enum ta_weights {
     TA_WORDS_TYPES
 };
 
+/* Weights of one column in a word. */
+#define TA_WORD_ROWS(words) \
+    ((words) == TA_WORDS_NONE ? 1 : (words) == TA_WORDS_BF16 ? 2 : (words) == TA_WORDS_INT8 ? 4 : 8)
+
 /* A slice of a panel of words: it begins with a group of rows that share their scales, or lies in one. */
 typedef struct ta_words {
     const void *data;

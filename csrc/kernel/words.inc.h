@@ -14,12 +14,6 @@
  */
 #define TA_EACH_WORDS(X) X(TA_WORDS_BF16, bf16) X(TA_WORDS_INT8, int8) X(TA_WORDS_INT4, int4)
 
-#define word_rows TA_NAME(word_rows)
-TA_INLINE int word_rows(const int storage)
-{
-    return storage == TA_WORDS_BF16 ? 2 : storage == TA_WORDS_INT8 ? 4 : 8;
-}
-
 /* dst = words of src[p * row_stride + j * column_stride], p < depth and j < columns, and of zeros up to
  * whole words and `width` columns. src holds floats for bfloat16, which are rounded, or a byte a value. */
 #define pack_words_body TA_NAME(pack_words_body)
@@ -27,7 +21,7 @@ TA_INLINE void pack_words_body(const int storage, uint32_t *dst, const char *src
                                ptrdiff_t columns, ptrdiff_t width, ptrdiff_t row_stride,
                                ptrdiff_t column_stride)
 {
-    const int rows = word_rows(storage), bits = 32 / rows;
+    const int rows = TA_WORD_ROWS(storage), bits = 32 / rows;
     for (ptrdiff_t p = 0; p < depth; p += rows) {
         for (ptrdiff_t j = 0; j < width; j++) {
             uint32_t word = 0;
@@ -106,7 +100,7 @@ TA_INLINE veci word_vector(const int32_t *from)
 TA_INLINE void convert_panel_body(const int storage, real *dst, const ta_words *b, ptrdiff_t depth,
                                   ptrdiff_t width)
 {
-    const int rows = word_rows(storage);
+    const int rows = TA_WORD_ROWS(storage);
     for (int j = 0; j < width; j += TA_VL) {
         const int32_t *from = (const int32_t *)b->data + j;
         real *to = dst + j;
@@ -161,7 +155,7 @@ TA_INLINE void unpacked_product(vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], const int 
 #define stream_body TA_NAME(stream_body)
 TA_INLINE void stream_body(const int storage, const int rows, const ta_gemm_tile *t, const ta_words *b)
 {
-    const int width = TA_GEMM_NV * TA_VL, steps = word_rows(storage);
+    const int width = TA_GEMM_NV * TA_VL, steps = TA_WORD_ROWS(storage);
     vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
     TA_UNROLL
     for (int i = 0; i < rows; i++) {

@@ -67,15 +67,9 @@ static inline veci vec_any_bit(const unsigned char *from)
 #if TA_BITS == 32
 /* Byte k of each lane as its highest, above zeros. */
 #define vec_top_byte TA_NAME(vec_top_byte)
-static const signed char TA_NAME(top_byte)[4][16] = {
-    {-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12},
-    {-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13},
-    {-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14},
-    {-1, -1, -1, 3, -1, -1, -1, 7, -1, -1, -1, 11, -1, -1, -1, 15},
-};
 static inline veci vec_top_byte(veci w, int k)
 {
-    const __m512i places = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)TA_NAME(top_byte)[k]));
+    const __m512i places = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)top_byte_places(k)));
     return (veci)_mm512_shuffle_epi8((__m512i)w, places);
 }
 #endif

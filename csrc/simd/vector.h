@@ -145,6 +145,19 @@ static inline real real_from_bf16(uint16_t half)
 }
 
 #if TA_BITS == 32
+/* Where a shuffle of each 16 bytes finds byte k of a lane for its highest; what is negative gives zero. */
+#define top_byte_places TA_NAME(top_byte_places)
+static inline const signed char *top_byte_places(int k)
+{
+    static const signed char places[4][16] = {
+        {-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12},
+        {-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13},
+        {-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14},
+        {-1, -1, -1, 3, -1, -1, -1, 7, -1, -1, -1, 11, -1, -1, -1, 15},
+    };
+    return places[k];
+}
+
 /* Rounded to nearest, ties to even. A NaN stays one, made quiet. */
 #define vec_round_bf16 TA_NAME(vec_round_bf16)
 static inline veci vec_round_bf16(vec v)

@@ -18,6 +18,7 @@ cdef extern from "tileattn.h" nogil:
         TA_WORDS_TYPES
 
     int TA_WALK_PANELS(int rows, int walk_rows)
+    int TA_WORD_ROWS(int words)
 
     ctypedef struct ta_words:
         const void *data

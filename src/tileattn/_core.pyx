@@ -226,14 +226,8 @@ cdef inline Py_ssize_t panel_bits(const ta_kernels *kernels, const Panel *b) noe
     """Bits of a row of a panel. In a slice, which is whole words deep, they are whole bytes."""
     cdef Py_ssize_t bits = 8 * kernels.itemsize
     if b.words != TA_WORDS_NONE:
-        bits = 32 // rows_of_word(b.words)
+        bits = 32 // TA_WORD_ROWS(b.words)
     return bits * round_up(b.columns, kernels.vl)
-
-
-cdef inline Py_ssize_t rows_of_word(int words) noexcept nogil:
-    if words == TA_WORDS_NONE:
-        return 1
-    return 2 if words == TA_WORDS_BF16 else 4 if words == TA_WORDS_INT8 else 8
 
 
 cdef inline Py_ssize_t scale_bytes(int words) noexcept nogil:
@@ -241,13 +235,9 @@ cdef inline Py_ssize_t scale_bytes(int words) noexcept nogil:
     return 4 if words in (TA_WORDS_INT8, TA_WORDS_INT4) else 0
 
 
-cdef ta_words words_at(const ta_kernels *kernels, const Panel *b, Py_ssize_t kc) noexcept nogil:
-    """The slice of a panel that begins at kc, where a group does or in the only one."""
-    cdef Py_ssize_t width = round_up(b.columns, kernels.vl)
-    return ta_words(
-        b.data + kc * panel_bits(kernels, b) // 8,
-        b.scales + kc // b.group * width * scale_bytes(b.words),
-        b.group, b.unit)
+cdef inline const char *scales_at(const ta_kernels *kernels, const Panel *b, Py_ssize_t kc) noexcept nogil:
+    """Those of the slice of a panel that begins at kc, where a group does or in the only one."""
+    return b.scales + kc // b.group * round_up(b.columns, kernels.vl) * scale_bytes(b.words)
 
 
 cdef struct Target:
@@ -436,7 +426,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                     else:
                         t.next = b[1].data + pc * panel_bits(kernels, b + 1) // 8
                     if b.words != TA_WORDS_NONE:
-                        words = words_at(kernels, b, kc)
+                        words = ta_words(t.b, scales_at(kernels, b, kc), b.group, b.unit)
                         if not streams:
                             kernels.convert_panel[b.words](converted, &words, t.depth,
                                                            round_up(b.columns, kernels.vl))
@@ -1716,7 +1706,7 @@ cdef class PackedMatrix:
                 panel.scales = <const char *>cursor
                 cursor += b[i].scales.shape[0] * width * scale_bytes(panel.words)
                 panel.data = <const char *>cursor
-                cursor += (round_up(self.depth, rows_of_word(panel.words))
+                cursor += (round_up(self.depth, TA_WORD_ROWS(panel.words))
                            * panel_bits(self.kernels, panel) // 8)
                 column += panel.columns
                 panel += 1
