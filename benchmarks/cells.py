@@ -36,7 +36,7 @@ class Projection:
     @property
     def name(self) -> str:
         kept_as = "" if self.weight_dtype is None else f" {self.weight_dtype}"
-        return f"M{self.M} N{self.N} K{self.K} {_temperature(self.cold)}{kept_as}"
+        return f"{_sizes(self, 'MNK')} {_temperature(self.cold)}{kept_as}"
 
     @property
     def of_limit(self) -> Limit:
@@ -72,7 +72,9 @@ class Attention:
     @property
     def name(self) -> str:
         window = "" if self.window is None else f" window {self.window}"
-        return f"{self.label} {_sizes(self, 'BTSNKH')}{window} {_temperature(self.cold)}"
+        return (
+            f"{self.label} {_sizes(self, 'BTSNKH', self.causal)}{window} {_temperature(self.cold)}"
+        )
 
     @property
     def dtype(self) -> npt.DTypeLike:
@@ -130,7 +132,7 @@ class Varlen:
     @property
     def name(self) -> str:
         lengths = f"B{len(self.lengths)} S{min(self.lengths)}..{max(self.lengths)}"
-        return f"{self.label} {lengths} {_sizes(self, 'NKH')} {_temperature(False)}"
+        return f"{self.label} {lengths} {_sizes(self, 'NKH', self.causal)} {_temperature(False)}"
 
     @property
     def of_limit(self) -> Limit:
@@ -160,7 +162,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        return f"{_sizes(self, 'TDNKHB')} {_temperature(self.cold)}"
+        return f"{_sizes(self, 'TDNKHB', self.causal)} {_temperature(self.cold)}"
 
     @property
     def of_limit(self) -> Limit:
@@ -189,8 +191,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        sizes = " ".join(f"{letter}{getattr(self, letter)}" for letter in "BSDNKH")
-        return f"{sizes} {_temperature(self.cold)}"
+        return f"{_sizes(self, 'BSDNKH')} {_temperature(self.cold)}"
 
     @property
     def of_limit(self) -> Limit:
@@ -206,9 +207,9 @@ class Step:
 Cell = Projection | Attention | Varlen | Block | Step
 
 
-def _sizes(cell: Attention | Varlen | Block, axes: str) -> str:
+def _sizes(cell: Cell, axes: str, causal: bool = False) -> str:
     sizes = [f"{letter}{getattr(cell, letter)}" for letter in axes]
-    return " ".join([*sizes, *["causal"] * cell.causal])
+    return " ".join([*sizes, *["causal"] * causal])
 
 
 def _temperature(cold: bool) -> str:

@@ -669,14 +669,11 @@ def check_block_weights(
 
 
 def check_weight_dtype(weight_dtype: str | None) -> None:
+    message = f"weight_dtype must be 'bfloat16', 'int8', 'int4' or None, not {weight_dtype!r}"
     if weight_dtype is not None and not isinstance(weight_dtype, str):
-        raise TypeError(
-            f"weight_dtype must be 'bfloat16', 'int8', 'int4' or None, not {weight_dtype!r}"
-        )
+        raise TypeError(message)
     if weight_dtype not in (None, "bfloat16", "int8", "int4"):
-        raise ValueError(
-            f"weight_dtype must be 'bfloat16', 'int8', 'int4' or None, not {weight_dtype!r}"
-        )
+        raise ValueError(message)
 
 
 def check_weight(
