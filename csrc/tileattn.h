@@ -8,6 +8,7 @@
 #define TILEATTN_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 enum {
     TA_MAX_ROWS = 16,  /* at least gemm_mr and attention_mr: the loops keep so many pointers to rows */
@@ -17,7 +18,13 @@ enum {
     TA_KEY_BLOCK = 256,
     /* From a row of weights to the next. A constant, since values are multiplied with up to 14 rows at
      * once: with their addresses in registers, value_tile stayed at 86% of the FMA peak instead of 95%. */
-    TA_WEIGHT_STRIDE = TA_KEY_BLOCK + 16
+    TA_WEIGHT_STRIDE = TA_KEY_BLOCK + 16,
+    /* Of bfloat16 dot products: see ta_dot_tile. */
+    TA_DOT_ROWS = 32,
+    TA_DOT_LOT = 16,
+    TA_DOT_WORDS = 16,
+    TA_DOT_KEYS = 32, /* of a panel */
+    TA_WEIGH_ROWS = 8 /* what weigh_dots takes at once of the rows of a tile */
 };
 
 /* What the elements of a caller's array are stored as; the arithmetic is always that of `real`. */
@@ -70,6 +77,33 @@ typedef struct ta_gemm_tile {
     const void *next; /* memory to bring into the second-level cache meanwhile */
     ptrdiff_t next_bytes;
 } ta_gemm_tile;
+
+/* C[rows x columns] (+)= A B in bfloat16 dot products, their sums in float. A word holds two successive
+ * elements of the contracted axis, the first in its lower half. Denormals count as zeros. */
+typedef struct ta_dot_tile {
+    int rows;        /* 1 .. TA_DOT_ROWS; A is readable, C writable up to whole lots of TA_DOT_LOT */
+    int columns;     /* whole lots of 16 */
+    ptrdiff_t depth; /* words: whole steps of TA_DOT_WORDS */
+    const void *a;   /* [rows][a_stride] words */
+    ptrdiff_t a_stride;
+    const void *b; /* [depth][b_stride] words */
+    ptrdiff_t b_stride;
+    void *c; /* [rows][c_stride] floats */
+    ptrdiff_t c_stride;
+    int accumulate;
+    const void *next; /* memory to bring into the second-level cache meanwhile */
+    ptrdiff_t next_bytes;
+} ta_dot_tile;
+
+/* An instruction set's bfloat16 dot products. What a row of C holds does not depend on the other rows. */
+typedef struct ta_dots {
+    int (*allowed)(void); /* whether the operating system lets this process use them; asks it to */
+    void (*begin)(void);  /* before a thread's first product, and after its last */
+    void (*end)(void);
+    void (*multiply)(const ta_dot_tile *tile);
+    /* To bfloat16, to nearest, ties to even; count is whole lots of 16. */
+    void (*round)(uint16_t *dst, const float *src, ptrdiff_t count);
+} ta_dots;
 
 /* What changes the scores of a call's rows. See kernel/options.inc.h. */
 typedef struct ta_score_options {
@@ -204,6 +238,31 @@ typedef struct ta_kernels {
     void (*stream_tile[TA_WORDS_TYPES])(const ta_gemm_tile *tile, const ta_words *b);
     /* dst[p][j] = the weights of a slice, p < depth and j < width, whole vectors. */
     void (*convert_panel[TA_WORDS_TYPES])(void *dst, const ta_words *b, ptrdiff_t depth, ptrdiff_t width);
+    /* What surrounds ta_dots, in the table for float where there are any. See kernel/dots.inc.h. */
+    /* dst = columns of a row of bfloat16, or of floats that are rounded, and zeros up to `width`. */
+    void (*pack_halves)(uint16_t *dst, const uint16_t *src, ptrdiff_t columns, ptrdiff_t width,
+                        ptrdiff_t column_stride);
+    void (*round_row)(const ta_dots *dots, uint16_t *dst, const float *src, ptrdiff_t columns,
+                      ptrdiff_t width, ptrdiff_t column_stride);
+    /* dst[words][TA_DOT_KEYS] of the rows of as many keys. */
+    void (*pack_key_words)(uint32_t *dst, const void *const *keys, ptrdiff_t head_dim,
+                           ptrdiff_t column_stride);
+    /* dst[key / 2][width] of the values of keys [begin, end) of a block, and zeros up to whole panels. */
+    void (*pack_value_words)(uint32_t *dst, const uint16_t *v, ptrdiff_t begin, ptrdiff_t end,
+                             ptrdiff_t columns, ptrdiff_t width, ptrdiff_t key_stride,
+                             ptrdiff_t column_stride);
+    /* Puts zeros in place of what is not finite, in whole vectors; returns whether there was any. */
+    int (*drop_strays)(uint32_t *words, ptrdiff_t count);
+    /* gemm_tile up to TA_DOT_ROWS rows, with rows of words as its a. */
+    void (*gemm_dots)(const ta_gemm_tile *tile, ptrdiff_t a_stride, const ta_dots *dots);
+    /* weigh_tile up to TA_WEIGH_ROWS rows, with products that lack `scale` as its q. */
+    void (*weigh_dots)(const ta_attention_tile *tile, double scale);
+    /* dst[row][TA_WEIGHT_STRIDE] = weights as words, over the panels of keys [begin, end). */
+    void (*round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *tile,
+                          ptrdiff_t begin, ptrdiff_t end);
+    /* value_tile up to TA_DOT_ROWS rows, with words as its weights and its v. */
+    void (*value_dots)(const ta_attention_tile *tile, const ta_dots *dots);
+
     /* A row that has seen no key: out and row_sum zero, row_max -inf; or a sink, in log2 units, alone. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum, double sink);
     void (*weigh_tile)(const ta_attention_tile *tile);
@@ -243,8 +302,10 @@ typedef struct ta_kernels {
 typedef struct ta_isa {
     const char *name;
     int (*supported)(void); /* by this CPU and its operating system */
+    int (*chosen)(void);    /* whether it is the best here, if those before it are not */
     const ta_kernels *f32;
     const ta_kernels *f64;
+    const ta_dots *dots; /* NULL for none */
 } ta_isa;
 
 /* The instruction sets compiled in, best first. */

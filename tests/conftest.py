@@ -30,6 +30,11 @@ ANY_ISA_FILES = {
 }
 
 
+# Those with bfloat16 dot products, which differ from the next one in nothing else: the files about
+# them (test_dots.py) run on these, all others on the rest.
+DOT_ISAS = {"amx", "avx512_bf16"}
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "any_isa: independent of the instruction set, runs once")
 
@@ -40,7 +45,8 @@ def pytest_generate_tests(metafunc):
     ):
         isas = [tileattn.isa()]
     else:
-        isas = tileattn.available_isas()
+        is_about_dots = metafunc.definition.path.name == "test_dots.py"
+        isas = [x for x in tileattn.available_isas() if (x in DOT_ISAS) == is_about_dots]
     metafunc.parametrize("isa", isas, indirect=True, scope="module")
 
 

@@ -21,6 +21,7 @@
 #endif
 
 #define TA_ISA_NAME avx512
+#define TA_HAS_DOTS /* in CPUs that have all of this and more: avx512_bf16.c, amx.c */
 #define TA_SIMD "simd/avx512.h"
 
 #define TA_BITS 32

@@ -44,6 +44,9 @@
 #include "kernel/options.inc.h"
 #include "kernel/attention.inc.h"
 #include "kernel/merge.inc.h"
+#if TA_BITS == 32 && defined(TA_HAS_DOTS)
+#include "kernel/dots.inc.h"
+#endif
 #include "kernel/norm.inc.h"
 #include "kernel/rope.inc.h"
 #include "kernel/peak.inc.h"
@@ -78,6 +81,17 @@ const ta_kernels TA_NAME(kernels) = {
     .pack_words = {TA_EACH_WORDS(TA_PACK)},
     .stream_tile = {TA_EACH_WORDS(TA_STREAM)},
     .convert_panel = {TA_EACH_WORDS(TA_CONVERT)},
+#endif
+#if TA_BITS == 32 && defined(TA_HAS_DOTS)
+    .pack_halves = TA_NAME(pack_halves),
+    .round_row = TA_NAME(round_row),
+    .pack_key_words = TA_NAME(pack_key_words),
+    .pack_value_words = TA_NAME(pack_value_words),
+    .drop_strays = TA_NAME(drop_strays),
+    .gemm_dots = TA_NAME(gemm_dots),
+    .weigh_dots = TA_NAME(weigh_dots),
+    .round_weights = TA_NAME(round_weights),
+    .value_dots = TA_NAME(value_dots),
 #endif
     .start_row = TA_NAME(start_row),
     .weigh_tile = TA_NAME(weigh_tile),

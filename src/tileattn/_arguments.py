@@ -54,6 +54,7 @@ class AttentionArguments(NamedTuple):
     has_batch: bool
     scores: Scores
     visibility: Visibility
+    arithmetic: Arithmetic | None
     out: Array | None
 
 
@@ -67,6 +68,7 @@ class VarlenArguments(NamedTuple):
     key_starts: Integers  # [B + 1]
     scores: Scores
     visibility: Visibility
+    arithmetic: Arithmetic | None
     out: Array | None
 
 
@@ -272,6 +274,7 @@ class HeadMatrix(NamedTuple):
 
 
 Weight: TypeAlias = Array | HeadMatrix
+Arithmetic: TypeAlias = Literal["float32"]
 
 
 class BlockWeights(NamedTuple):
@@ -279,6 +282,7 @@ class BlockWeights(NamedTuple):
 
     matrices: tuple[Weight, ...]  # w_q, w_k, w_v and w_o
     weight_dtype: str | None
+    arithmetic: Arithmetic | None
     biases: tuple[Array | None, Array | None, Array | None, Array | None]
     norm: NormParameters | None  # None if it has no position, too
     is_pre_norm: bool
@@ -320,9 +324,11 @@ def check_attention(
     key_value_seq_lengths: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None,
     sinks: npt.ArrayLike | None,
+    arithmetic: str | None,
     out: Array | None,
 ) -> AttentionArguments:
     """Check all arguments of an attention call and bring them into one form."""
+    checked_arithmetic = check_arithmetic(arithmetic)
     q, k, has_batch = check_queries_and_keys(q, k)
     v = check_values(v, q, k, has_batch)
     B, T, N, H = q.shape
@@ -366,7 +372,7 @@ def check_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    return AttentionArguments(q, k, v, has_batch, scores, visibility, out)
+    return AttentionArguments(q, k, v, has_batch, scores, visibility, checked_arithmetic, out)
 
 
 def check_varlen(
@@ -383,9 +389,11 @@ def check_varlen(
     local_window_size: Window,
     alibi_slopes: npt.ArrayLike | None,
     sinks: npt.ArrayLike | None,
+    arithmetic: str | None,
     out: Array | None,
 ) -> VarlenArguments:
     """Check a call of attention on sequences of several lengths, packed one after the other."""
+    checked_arithmetic = check_arithmetic(arithmetic)
     q, k, has_batch = check_queries_and_keys(q, k)
     if has_batch:
         raise ValueError(f"q must have the axes [total_q, N, H], not shape {q.shape}")
@@ -416,7 +424,17 @@ def check_varlen(
         B, N, H, q.dtype, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
     )
     visibility = Visibility(causal, offset, None, None, window)
-    return VarlenArguments(q[0], k[0], v[0], query_starts, key_starts, scores, visibility, out)
+    return VarlenArguments(
+        q[0],
+        k[0],
+        v[0],
+        query_starts,
+        key_starts,
+        scores,
+        visibility,
+        checked_arithmetic,
+        out,
+    )
 
 
 def check_attention_weights(
@@ -597,9 +615,11 @@ def check_block_weights(
     local_window_size: Window,
     sinks: npt.ArrayLike | None,
     weight_dtype: str | None,
+    arithmetic: str | None,
 ) -> BlockWeights:
     """Check what an attention block is made of."""
     check_weight_dtype(weight_dtype)
+    checked_arithmetic = check_arithmetic(arithmetic)
     w_q = check_weight("w_q", w_q, None)
     dtype = w_q.dtype
     w_k, w_v, w_o = (
@@ -654,6 +674,7 @@ def check_block_weights(
     return BlockWeights(
         (w_q, w_k, w_v, w_o),
         weight_dtype,
+        checked_arithmetic,
         biases,
         None if norm_position is None else norm,
         norm_position == "pre",
@@ -674,6 +695,14 @@ def check_weight_dtype(weight_dtype: str | None) -> None:
         raise TypeError(message)
     if weight_dtype not in (None, "bfloat16", "int8", "int4"):
         raise ValueError(message)
+
+
+def check_arithmetic(arithmetic: str | None) -> Arithmetic | None:
+    if arithmetic is not None and not isinstance(arithmetic, str):
+        raise TypeError(f"arithmetic must be 'float32' or None, not {arithmetic!r}")
+    if arithmetic not in (None, "float32"):
+        raise ValueError(f"arithmetic must be 'float32' or None, not {arithmetic!r}")
+    return cast(Arithmetic | None, arithmetic)
 
 
 def check_weight(

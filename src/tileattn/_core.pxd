@@ -1,5 +1,8 @@
 """The C tile kernels, as the Cython loops see them (csrc/tileattn.h documents each)."""
 
+from libc.stdint cimport uint16_t, uint32_t
+
+
 cdef extern from "tileattn.h" nogil:
     cdef enum:
         TA_MAX_ROWS
@@ -16,6 +19,11 @@ cdef extern from "tileattn.h" nogil:
         TA_WORDS_INT8
         TA_WORDS_INT4
         TA_WORDS_TYPES
+        TA_DOT_ROWS
+        TA_DOT_LOT
+        TA_DOT_WORDS
+        TA_DOT_KEYS
+        TA_WEIGH_ROWS
 
     int TA_WALK_PANELS(int rows, int walk_rows)
     int TA_WORD_ROWS(int words)
@@ -40,6 +48,27 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t panel_stride
         const void *next
         Py_ssize_t next_bytes
+
+    ctypedef struct ta_dot_tile:
+        int rows
+        int columns
+        Py_ssize_t depth
+        const void *a
+        Py_ssize_t a_stride
+        const void *b
+        Py_ssize_t b_stride
+        void *c
+        Py_ssize_t c_stride
+        int accumulate
+        const void *next
+        Py_ssize_t next_bytes
+
+    ctypedef struct ta_dots:
+        int (*allowed)() noexcept nogil
+        void (*begin)() noexcept nogil
+        void (*end)() noexcept nogil
+        void (*multiply)(const ta_dot_tile *tile) noexcept nogil
+        void (*round)(uint16_t *dst, const float *src, Py_ssize_t count) noexcept nogil
 
     ctypedef struct ta_score_options:
         double softcap
@@ -145,6 +174,22 @@ cdef extern from "tileattn.h" nogil:
         void (*stream_tile[TA_WORDS_TYPES])(const ta_gemm_tile *tile, const ta_words *b) noexcept nogil
         void (*convert_panel[TA_WORDS_TYPES])(void *dst, const ta_words *b, Py_ssize_t depth,
                                               Py_ssize_t width) noexcept nogil
+        void (*pack_halves)(uint16_t *dst, const uint16_t *src, Py_ssize_t columns, Py_ssize_t width,
+                            Py_ssize_t column_stride) noexcept nogil
+        void (*round_row)(const ta_dots *dots, uint16_t *dst, const float *src, Py_ssize_t columns,
+                          Py_ssize_t width, Py_ssize_t column_stride) noexcept nogil
+        void (*pack_key_words)(uint32_t *dst, const void *const *keys, Py_ssize_t head_dim,
+                               Py_ssize_t column_stride) noexcept nogil
+        void (*pack_value_words)(uint32_t *dst, const uint16_t *v, Py_ssize_t begin, Py_ssize_t end,
+                                 Py_ssize_t columns, Py_ssize_t width, Py_ssize_t key_stride,
+                                 Py_ssize_t column_stride) noexcept nogil
+        int (*drop_strays)(uint32_t *words, Py_ssize_t count) noexcept nogil
+        void (*gemm_dots)(const ta_gemm_tile *tile, Py_ssize_t a_stride,
+                          const ta_dots *dots) noexcept nogil
+        void (*weigh_dots)(const ta_attention_tile *tile, double scale) noexcept nogil
+        void (*round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *tile,
+                              Py_ssize_t begin, Py_ssize_t end) noexcept nogil
+        void (*value_dots)(const ta_attention_tile *tile, const ta_dots *dots) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum,
                           double sink) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil
@@ -176,8 +221,10 @@ cdef extern from "tileattn.h" nogil:
     ctypedef struct ta_isa:
         const char *name
         int (*supported)() noexcept nogil
+        int (*chosen)() noexcept nogil
         const ta_kernels *f32
         const ta_kernels *f64
+        const ta_dots *dots
 
     const ta_isa *ta_isas
     const int ta_isa_count

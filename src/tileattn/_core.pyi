@@ -25,7 +25,9 @@ class PackedMatrix:
     depth: int
     columns: tuple[int, ...]
     nbytes: int
-    def __init__(self, *matrices: _Array | QuantizedParameters, bfloat16: bool = ...) -> None: ...
+    def __init__(
+        self, *matrices: _Array | QuantizedParameters, bfloat16: bool = ..., float32: bool = ...
+    ) -> None: ...
 
 class Visibility:
     is_causal: bool
@@ -74,6 +76,7 @@ def attention(
     key_starts: _Integers | None = None,
     ring: bool = ...,
     report: bool = ...,
+    float32: bool = ...,
 ) -> Any: ...  # with a report the fields of a Plan, else None
 def attention_weights(
     q: _Array,
@@ -110,6 +113,7 @@ def append(
 
 class Block:
     nbytes: int
+    arithmetic: str
     def __init__(self, w: BlockWeights) -> None: ...
     def run(
         self,

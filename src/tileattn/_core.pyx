@@ -24,7 +24,7 @@ from cpython.buffer cimport (
 )
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport isfinite
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uintptr_t
 from libc.stdlib cimport qsort
 from libc.string cimport memcpy, memset
 
@@ -62,6 +62,8 @@ cdef enum:
     # Bytes of a block of A up to which it is packed over the whole depth, so that every panel of B is
     # read in one stream and C stays in the first-level cache: a part of any second-level cache.
     WHOLE_DEPTH = 1 << 19
+    # Rows of a packed block of A where weights are multiplied in bfloat16 dot products.
+    DOT_MC = 256
     # Query rows (positions times heads of the group) that share one packed block of keys: 384 take 2-5%
     # longer, 192 spend twice the time on packing, 768 leave little to balance on several threads.
     # Shorter sequences take several K/V heads into an item, 4-9% faster at 128 rows of 32 columns.
@@ -76,6 +78,10 @@ cdef enum:
     # of the bandwidth, where 32 reach 83%. Asking for whole blocks ahead, in the order of their
     # addresses, was 6% slower than asking for what the next product reads.
     FEW_ROWS = 16
+    # The same where dot products could do it in tiles: 8 rows took 3.3 ms in float and 12 rows 4.3, 24 rows
+    # in dot products 2.8. Keys read as they lie enter dot products as rows and not columns; that was 1.4
+    # times as slow as float for 4 rows, each step waiting for what the one before has stored.
+    FEW_ROWS_OF_DOTS = 8
     FEW_BLOCK = 32
     # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
     SKEW = 16
@@ -283,6 +289,9 @@ cdef struct Gemm:
     const Panel *panels
     Py_ssize_t panel_count
     bint has_words         # some panels may
+    const ta_dots *dots    # what multiplies the panels, all words of bfloat16; NULL for none
+    Py_ssize_t mr          # rows of a tile
+    Py_ssize_t mc          # rows of a packed block of A
     const Target *targets
     Py_ssize_t row_parts   # items are row_parts x panel_parts
     Py_ssize_t panel_parts
@@ -293,12 +302,13 @@ cdef struct Gemm:
 
 cdef void split_gemm(Gemm *g, int threads) noexcept nogil:
     """Decides the work items: columns for few rows, so that each thread reads its share of B once."""
-    cdef Py_ssize_t mc = g.kernels.gemm_mc
+    g.mr = g.kernels.gemm_mr if g.dots == NULL else TA_DOT_ROWS
+    g.mc = g.kernels.gemm_mc if g.dots == NULL else DOT_MC
     if g.rows < 8 * g.kernels.gemm_mr * threads:
         g.row_parts = 1
         g.panel_parts = min(threads, g.panel_count)
     else:
-        g.row_parts = threads * ceil_div(g.rows, threads * mc)
+        g.row_parts = threads * ceil_div(g.rows, threads * g.mc)
         g.panel_parts = 1
 
 
@@ -306,24 +316,37 @@ cdef Py_ssize_t gemm_items(const Gemm *g) noexcept nogil:
     return g.row_parts * g.panel_parts if g.rows else 0
 
 
+cdef inline Py_ssize_t word_count(Py_ssize_t elements) noexcept nogil:
+    """Words of so many elements of bfloat16, in whole steps of dot products."""
+    return ceil_div(elements, 2 * TA_DOT_WORDS) * TA_DOT_WORDS
+
+
+cdef Py_ssize_t a_bytes(const Gemm *g, Py_ssize_t rows, Py_ssize_t depth) noexcept nogil:
+    """Bytes of so many packed rows of A."""
+    if g.dots == NULL:
+        return g.kernels.itemsize * rows * depth
+    return sizeof(uint32_t) * round_up(rows, TA_DOT_LOT) * (word_count(depth) + SKEW)
+
+
 cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
     """Bytes of packed A that a thread needs."""
-    cdef const ta_kernels *kernels = g.kernels
     return round_up(max(
-        kernels.itemsize * kernels.gemm_mr * g.depth,
-        kernels.itemsize * kernels.gemm_mc * min(<Py_ssize_t>GEMM_KC, g.depth),
-        min(<Py_ssize_t>WHOLE_DEPTH, kernels.itemsize * kernels.gemm_mc * g.depth),
-    ) + kernels.vl * kernels.itemsize, CACHE_LINE)
+        a_bytes(g, g.mr, g.depth),
+        a_bytes(g, g.mc, min(<Py_ssize_t>GEMM_KC, g.depth)),
+        min(<Py_ssize_t>WHOLE_DEPTH, a_bytes(g, g.mc, g.depth)),
+    ) + g.kernels.vl * g.kernels.itemsize, CACHE_LINE)
 
 
 cdef Py_ssize_t slice_size(const Gemm *g) noexcept nogil:
     """Bytes of a slice of a panel that is converted from words: the second-level cache holds it."""
-    return min(<Py_ssize_t>GEMM_KC, g.depth) * g.kernels.gemm_nr * g.kernels.itemsize if g.has_words else 0
+    if not g.has_words or g.dots != NULL:
+        return 0
+    return min(<Py_ssize_t>GEMM_KC, g.depth) * g.kernels.gemm_nr * g.kernels.itemsize
 
 
 cdef Py_ssize_t gemm_scratch(const Gemm *g) noexcept nogil:
     """Bytes that a thread needs: packed A, a slice of B and a block of rows that are normalised first."""
-    cdef Py_ssize_t rows = min(<Py_ssize_t>g.kernels.gemm_mc, g.rows) if g.a_norm != NULL else 0
+    cdef Py_ssize_t rows = min(g.mc, g.rows) if g.a_norm != NULL else 0
     return packed_size(g) + slice_size(g) + rows * (g.depth + SKEW) * g.kernels.itemsize
 
 
@@ -348,6 +371,17 @@ cdef void pack_a(const ta_kernels *kernels, const Rows *a, Py_ssize_t row, Py_ss
             rows[i - begin] = row_at(a, row + i, itemsize) + pc * a.column_stride * itemsize
         kernels.pack_rows[TA_REAL](packed + begin * depth * itemsize, rows, <int>(end - begin), depth,
                                    a.column_stride)
+
+
+cdef void round_a(const Gemm *g, const Rows *a, Py_ssize_t row, Py_ssize_t count, Py_ssize_t pc,
+                  Py_ssize_t depth, char *packed) noexcept nogil:
+    """Packs the same as words of bfloat16, one row after the other."""
+    cdef Py_ssize_t itemsize = g.kernels.itemsize, words = word_count(depth), i
+    for i in range(count):
+        g.kernels.round_row(
+            g.dots, <uint16_t *>(packed + i * (words + SKEW) * sizeof(uint32_t)),
+            <const float *>(row_at(a, row + i, itemsize) + pc * a.column_stride * itemsize), depth,
+            2 * words, a.column_stride)
 
 
 cdef int panels_to_walk(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
@@ -377,13 +411,17 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
     cdef ta_gemm_tile t
     cdef ta_words words
     cdef bint streams
+    cdef const ta_dots *dots = g.dots
+    cdef Py_ssize_t a_stride = 0
 
+    if dots != NULL:
+        dots.begin()
     ic = row_part * g.rows // g.row_parts
     while ic < row_end:                                         # blocks of rows
-        rows = min(<Py_ssize_t>kernels.gemm_mc, row_end - ic)
-        tiles = ceil_div(rows, kernels.gemm_mr)
+        rows = min(g.mc, row_end - ic)
+        tiles = ceil_div(rows, g.mr)
         pack_depth = g.depth
-        if tiles > 1 and rows * g.depth * itemsize > WHOLE_DEPTH:
+        if tiles > 1 and a_bytes(g, rows, g.depth) > WHOLE_DEPTH:
             pack_depth = min(<Py_ssize_t>GEMM_KC, g.depth)
         a_row = ic
         if g.a_norm != NULL:
@@ -392,14 +430,18 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
         pc = 0
         while True:                                             # slices of the contracted axis
             pack_depth = min(pack_depth, g.depth - pc)
-            pack_a(kernels, &a, a_row, rows, tiles, pc, pack_depth, packed)
+            if dots != NULL:
+                a_stride = word_count(pack_depth) + SKEW
+                round_a(g, &a, a_row, rows, pc, pack_depth, packed)
+            else:
+                pack_a(kernels, &a, a_row, rows, tiles, pc, pack_depth, packed)
             panel = panel_begin
             while panel < panel_end:                            # panels of columns
                 b = g.panels + panel
                 t.panels = panels_to_walk(kernels, b, panel_end - panel, rows)
                 c = g.targets + b.matrix
                 # Few rows take words as they are; for more, a slice is converted once for all tiles.
-                streams = (b.words != TA_WORDS_NONE and rows <= kernels.walk_rows
+                streams = (dots == NULL and b.words != TA_WORDS_NONE and rows <= kernels.walk_rows
                            and b.columns == kernels.gemm_nr)
                 t.columns = b.columns
                 bits = panel_bits(kernels, b)
@@ -425,18 +467,22 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                         t.next = <const char *>t.b + min(<Py_ssize_t>GEMM_KC, pack_depth) * bits // 8
                     else:
                         t.next = b[1].data + pc * panel_bits(kernels, b + 1) // 8
-                    if b.words != TA_WORDS_NONE:
+                    if dots == NULL and b.words != TA_WORDS_NONE:
                         words = ta_words(t.b, scales_at(kernels, b, kc), b.group, b.unit)
                         if not streams:
                             kernels.convert_panel[b.words](converted, &words, t.depth,
                                                            round_up(b.columns, kernels.vl))
                             t.b = converted
                     for tile in range(tiles):                   # register tiles
-                        begin = tile * rows // tiles
+                        begin = tile * rows // tiles if dots == NULL else tile * g.mr
                         t.rows = <int>((tile + 1) * rows // tiles - begin)
                         t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
                         t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
-                        if streams:
+                        if dots != NULL:
+                            t.rows = <int>min(g.mr, rows - begin)
+                            t.a = packed + (begin * a_stride + (kc - pc) // 2) * sizeof(uint32_t)
+                            kernels.gemm_dots(&t, a_stride, dots)
+                        elif streams:
                             kernels.stream_tile[b.words](&t, &words)
                         else:
                             kernels.gemm_tile(&t)
@@ -452,6 +498,8 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
         if g.panel_parts == 1:
             finish_product(g, ic, ic + rows, g.rows)
         ic = ic + rows
+    if dots != NULL:
+        dots.end()
 
 
 cdef bint is_unfinished(const Gemm *g) noexcept nogil:
@@ -545,6 +593,7 @@ cdef enum Sum:
 
 cdef struct Attention:
     const ta_kernels *kernels
+    const ta_dots *dots    # what multiplies q, k and v, all of bfloat16; NULL for none
     Array q                # [B, T, N, H]
     Array k                # [B, S, K, H]
     Array v                # [B, S, K, Hv]
@@ -604,6 +653,9 @@ cdef struct AttentionScratch:
     char *finite_v         # the same, zeros instead of what is not finite
     char *key_bias         # of a block of keys
     char *weights          # of one register tile
+    char *value_words      # a block of values, the rest of a tile's: for dot products
+    char *products
+    char *rounded_weights
     State first_chunk
     State other_chunk
     Py_ssize_t *first      # row i sees the keys [first[i], last[i])
@@ -642,7 +694,9 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
     The threads have as much to do as so many sequences of this shape.
     """
     cdef Py_ssize_t rows = a.group * a.q.shape[1], K = a.k.shape[2], items
-    a.few = rows <= FEW_ROWS
+    a.few = rows <= (FEW_ROWS if a.dots == NULL else FEW_ROWS_OF_DOTS)
+    if a.few:                               # in float, to which what they read is converted in registers
+        a.dots = NULL
     a.k_in_place = in_place(a, &a.k)
     a.v_in_place = in_place(a, &a.v)
     a.mask_of_keys = a.mask.data != NULL and a.mask.stride[1] == 0 and a.mask.stride[2] == 0
@@ -701,6 +755,23 @@ cdef Py_ssize_t item_heads(const Attention *a) noexcept nogil:
     return ceil_div(a.k.shape[2], a.head_parts)
 
 
+cdef Py_ssize_t q_stride(const Attention *a) noexcept nogil:
+    """From a packed query row to the next."""
+    return (word_count(a.q.shape[3]) if a.dots != NULL else width_of(a, &a.q)) + SKEW
+
+
+cdef Py_ssize_t row_tiles_of(const Attention *a, Py_ssize_t rows) noexcept nogil:
+    """Register tiles of so many query rows."""
+    return ceil_div(rows, TA_WEIGH_ROWS if a.dots != NULL else a.kernels.attention_mr)
+
+
+cdef Py_ssize_t tile_row(const Attention *a, Py_ssize_t r, Py_ssize_t rows) noexcept nogil:
+    """The first row of register tile r; of the one behind the last, their number."""
+    if a.dots != NULL:
+        return min(r * TA_WEIGH_ROWS, rows)
+    return r * rows // row_tiles_of(a, rows)
+
+
 cdef State carve_state(const Attention *a, uintptr_t *cursor, Py_ssize_t rows) noexcept nogil:
     cdef State state
     cdef Py_ssize_t itemsize = a.kernels.itemsize
@@ -716,20 +787,25 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     cdef Py_ssize_t rows = item_rows(a), states = rows * item_heads(a)
     cdef Py_ssize_t step = block_keys(a)
     cdef uintptr_t cursor = <uintptr_t>memory
-    s.q = carve(&cursor, states * (width_of(a, &a.q) + SKEW) * itemsize)
-    s.k = carve(&cursor, 0 if a.k_in_place else (step * width_of(a, &a.k) + vl) * itemsize)
+    cdef bint dots = a.dots != NULL
+    s.q = carve(&cursor, (states + TA_DOT_LOT * dots) * q_stride(a) * itemsize)
+    s.k = carve(&cursor, 0 if a.k_in_place else (
+        step * (word_count(a.k.shape[3]) if dots else width_of(a, &a.k)) + vl) * itemsize)
     s.v = carve(&cursor, 0 if a.v_in_place and a.v.storage == TA_REAL
                 else step * width_of(a, &a.v) * itemsize)
     s.finite_v = carve(&cursor, step * width_of(a, &a.v) * itemsize)
     s.key_bias = carve(&cursor, TA_KEY_BLOCK * itemsize)
     s.weights = carve(&cursor, TA_MAX_ROWS * TA_WEIGHT_STRIDE * itemsize)
+    s.value_words = carve(&cursor, dots * step // 2 * width_of(a, &a.v) * sizeof(uint32_t))
+    s.products = carve(&cursor, dots * TA_DOT_ROWS * TA_WEIGHT_STRIDE * sizeof(float))
+    s.rounded_weights = carve(&cursor, dots * TA_DOT_ROWS * TA_WEIGHT_STRIDE * sizeof(uint16_t))
     s.first_chunk = carve_state(a, &cursor, 0 if a.split else states)
     s.other_chunk = carve_state(a, &cursor, 0 if a.split or a.chunks == 1 else states)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.score_rows = <ta_score_row *>carve(
         &cursor, (states + TA_MAX_ROWS) * sizeof(ta_score_row) if a.score_rows else 0)
-    s.seen = <Seen *>carve(&cursor, ceil_div(rows, a.kernels.attention_mr) * sizeof(Seen))
+    s.seen = <Seen *>carve(&cursor, row_tiles_of(a, rows) * sizeof(Seen))
     s.weights_from = carve(&cursor, rows * itemsize if a.weights.data != NULL else 0)
     s.weights_sum = carve(&cursor, a.group * TA_KEY_BLOCK * itemsize if a.weights.data != NULL else 0)
     return cursor - <uintptr_t>memory
@@ -818,10 +894,22 @@ cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t r
                  char *packed) noexcept nogil:
     """Stacked rows [row, row + rows) of a K/V head, times scale, padded with zeros."""
     cdef Py_ssize_t itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.q), H = a.q.shape[3]
-    cdef Py_ssize_t stride = width_of(a, &a.q) + SKEW
+    cdef Py_ssize_t stride = q_stride(a)
     cdef Py_ssize_t t = row // a.group, g = row % a.group, end = row + rows, count
     while row < end:                        # runs of rows that are evenly apart
         count = end - row if a.group == 1 else min(a.group - g, end - row)
+        if a.dots != NULL:
+            count = 1
+            a.kernels.pack_halves(
+                <uint16_t *>packed, <const uint16_t *>at3(&a.q, b, t, head * a.group + g, size), H,
+                2 * (stride - SKEW), a.q.stride[3])
+            packed = packed + stride * itemsize
+            row = row + 1
+            g = g + 1
+            if g == a.group:
+                g = 0
+                t = t + 1
+            continue
         a.kernels.pack_columns[a.q.storage](
             packed, at3(&a.q, b, t, head * a.group + g, size), count, H, stride,
             a.q.stride[1 if a.group == 1 else 2], a.q.stride[3], a.scale * LOG2_E)
@@ -958,13 +1046,124 @@ cdef void add_values(const Attention *a, const AttentionScratch *s, Py_ssize_t b
         kernels.value_tile(t)
 
 
+cdef void pack_words_of(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
+                        Py_ssize_t key_start, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
+    """Packs keys and values [begin, end) of a block as words; the last panel repeats its last key."""
+    cdef const void *pointers[TA_DOT_KEYS]
+    cdef Py_ssize_t H = a.k.shape[3], slot = key_start % a.ring, panel, i
+    cdef Py_ssize_t size = TA_DOT_KEYS * word_count(H) * sizeof(uint32_t)
+    for panel in range(begin // TA_DOT_KEYS, ceil_div(end, TA_DOT_KEYS)):
+        for i in range(TA_DOT_KEYS):
+            pointers[i] = at3(&a.k, b, slot + min(panel * TA_DOT_KEYS + i, end - 1), head, sizeof(uint16_t))
+        a.kernels.pack_key_words(<uint32_t *>(s.k + panel * size), pointers, H, a.k.stride[3])
+    a.kernels.pack_value_words(
+        <uint32_t *>s.value_words, <const uint16_t *>at3(&a.v, b, slot, head, sizeof(uint16_t)), begin, end,
+        a.v.shape[3], width_of(a, &a.v), a.v.stride[1], a.v.stride[3])
+
+
+cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
+                      Py_ssize_t at, Py_ssize_t rows, Py_ssize_t key_begin, Py_ssize_t key_end,
+                      bint own_hidden, const State *state, ta_attention_tile *t) noexcept nogil:
+    """Adds what keys [key_begin, key_end) of a block give the rows of one head, in dot products.
+
+    The head's rows are those from `at` on in the scratch. A tile of them is multiplied with keys at once,
+    and then weighed in register tiles.
+    """
+    cdef const ta_kernels *kernels = a.kernels
+    cdef Py_ssize_t stride = q_stride(a), words = stride - SKEW, width = t.v_columns, vl = kernels.vl
+    cdef Py_ssize_t block = t.key_start, row = 0, row_end, begin, end, r, r_end, panel, first, last
+    cdef Py_ssize_t first_panel, panels
+    cdef bint packed = False, hidden
+    cdef int dropped = -1                   # whether values that are not finite have been; -1 for unknown
+    cdef Seen seen
+    cdef ta_dot_tile d
+
+    d.columns = TA_DOT_KEYS
+    d.depth = words
+    d.a_stride = stride
+    d.b_stride = TA_DOT_KEYS
+    d.c_stride = TA_WEIGHT_STRIDE
+    d.accumulate = False
+    d.next = NULL
+    d.next_bytes = 0
+    while row < rows:                                           # tiles
+        row_end = min(row + TA_DOT_ROWS, rows)
+        r_end = ceil_div(row_end, TA_WEIGH_ROWS)
+        begin = key_end
+        end = key_begin
+        hidden = own_hidden or t.options != NULL and t.options.key_bias != NULL
+        for r in range(row // TA_WEIGH_ROWS, r_end):
+            begin = min(begin, max(s.seen[r].begin - block, key_begin))
+            end = max(end, min(s.seen[r].end - block, key_end))
+        if begin >= end:
+            row = row_end
+            continue
+        for r in range(row // TA_WEIGH_ROWS, r_end):
+            if s.seen[r].all_begin - block > key_begin or s.seen[r].all_end - block < key_end:
+                hidden = True
+        if not packed:
+            packed = True
+            pack_words_of(a, s, b, head, block, key_begin, key_end)
+        first_panel = begin // TA_DOT_KEYS
+        panels = ceil_div(end, TA_DOT_KEYS)
+        if hidden and dropped < 0:                              # 0 * NaN of an unseen value must not arise
+            dropped = kernels.drop_strays(
+                <uint32_t *>s.value_words + key_begin // TA_DOT_KEYS * TA_DOT_WORDS * width,
+                (ceil_div(key_end, TA_DOT_KEYS) - key_begin // TA_DOT_KEYS) * TA_DOT_WORDS * width)
+            if dropped:
+                pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
+        d.rows = <int>(row_end - row)
+        d.a = s.q + (at + row) * stride * sizeof(uint32_t)
+        for panel in range(first_panel, panels):
+            d.b = s.k + panel * TA_DOT_KEYS * words * sizeof(uint32_t)
+            d.c = s.products + panel * TA_DOT_KEYS * sizeof(float)
+            a.dots.multiply(&d)
+        for r in range(row // TA_WEIGH_ROWS, r_end):            # register tiles
+            seen = s.seen[r]
+            first = r * TA_WEIGH_ROWS
+            last = min(first + TA_WEIGH_ROWS, row_end)
+            t.rows = <int>(last - first)
+            t.weights = s.weights
+            t.key_begin = max(seen.begin - block, begin)
+            t.key_end = min(seen.end - block, end)
+            t.first = s.first + first
+            t.last = s.last + first
+            t.score_rows = s.score_rows + at + first if a.score_rows else NULL
+            if own_hidden and t.key_begin < t.key_end:
+                kernels.trim_tile(t)
+            if t.key_begin < t.key_end:
+                t.all_begin = max(seen.all_begin - block, t.key_begin)
+                t.all_end = min(seen.all_end - block, t.key_end)
+                t.q = s.products + (first - row) * TA_WEIGHT_STRIDE * sizeof(float)
+                t.q_stride = TA_WEIGHT_STRIDE
+                t.row_max = state.row_max + (at + first) * sizeof(float)
+                t.row_sum = state.row_sum + (at + first) * vl * sizeof(float)
+                t.out = state.out + (at + first) * t.out_stride * sizeof(float)
+                kernels.weigh_dots(t, a.scale * LOG2_E)
+                if dropped > 0:
+                    kernels.add_strays(t, s.v, width)
+            else:
+                t.key_begin = t.key_end = 0
+            kernels.round_weights(
+                a.dots, <uint16_t *>s.rounded_weights + (first - row) * TA_WEIGHT_STRIDE, t, begin, end)
+        t.rows = d.rows
+        t.key_begin = begin
+        t.key_end = end
+        t.weights = s.rounded_weights
+        t.v = s.value_words
+        t.v_stride = width
+        t.out = state.out + (at + row) * t.out_stride * sizeof(float)
+        kernels.value_dots(t, a.dots)
+        row = row_end
+
+
 cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
                  Py_ssize_t head_end, Py_ssize_t rows, Py_ssize_t begin, Py_ssize_t end,
                  const State *state) noexcept nogil:
     """Adds what keys [begin, end) give the rows of a tile, for each of the heads."""
     cdef const ta_kernels *kernels = a.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize, vl = kernels.vl
-    cdef Py_ssize_t row_tiles = ceil_div(rows, kernels.attention_mr)
+    cdef Py_ssize_t row_tiles = row_tiles_of(a, rows)
     cdef Py_ssize_t step = block_keys(a)
     cdef Py_ssize_t block, head, next_head, next_block, r, row, row_end, at, key_begin, key_end
     cdef Seen seen
@@ -982,7 +1181,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
 
     t.head_dim = width_of(a, &a.k) if a.few else a.k.shape[3]
     t.v_columns = width_of(a, &a.v)
-    t.q_stride = width_of(a, &a.q) + SKEW
+    t.q_stride = q_stride(a)
     t.k = s.k
     t.k_stride = a.k.stride[1] if a.k_in_place else t.head_dim
     t.k_storage = a.k.storage if a.k_in_place else TA_REAL
@@ -1009,6 +1208,10 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 continue
         t.options = &options if a.score_rows or options.key_bias != NULL else NULL
         for head in range(head_begin, head_end):                # K/V heads
+            if a.dots != NULL:
+                attend_dots(a, s, b, head, (head - head_begin) * rows, rows, key_begin, key_end, own_hidden,
+                            state, &t)
+                continue
             packed = False
             v = Values(s.v, t.v_columns, TA_REAL, -1)
             if a.v_in_place:
@@ -1020,8 +1223,8 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
             if not a.v_in_place:                                # then these have been read by now
                 next_v = at3(&a.v, b, next_block % a.ring, next_head, v_size)
             for r in range(row_tiles):                          # register tiles of query rows
-                row = r * rows // row_tiles
-                row_end = (r + 1) * rows // row_tiles
+                row = tile_row(a, r, rows)
+                row_end = tile_row(a, r + 1, rows)
                 seen = s.seen[r]
                 t.key_begin = max(seen.begin - block, key_begin)
                 t.key_end = min(seen.end - block, key_end)
@@ -1203,12 +1406,12 @@ cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ss
                     Py_ssize_t head_end, Py_ssize_t rows, Py_ssize_t *begin,
                     Py_ssize_t *end) noexcept nogil:
     """Packs the rows of an item for its heads, and finds the keys [begin, end) that any of them sees."""
-    cdef Py_ssize_t row_tiles = ceil_div(rows, a.kernels.attention_mr), head, r
-    cdef Py_ssize_t size = (width_of(a, &a.q) + SKEW) * a.kernels.itemsize, heads = head_end - head_begin
+    cdef Py_ssize_t head, r
+    cdef Py_ssize_t size = q_stride(a) * a.kernels.itemsize, heads = head_end - head_begin
     begin[0] = PY_SSIZE_T_MAX
     end[0] = 0
-    for r in range(row_tiles):
-        s.seen[r] = seen_by(s, r * rows // row_tiles, (r + 1) * rows // row_tiles)
+    for r in range(row_tiles_of(a, rows)):
+        s.seen[r] = seen_by(s, tile_row(a, r, rows), tile_row(a, r + 1, rows))
         begin[0] = min(begin[0], s.seen[r].begin)
         end[0] = max(end[0], s.seen[r].end)
     for head in range(heads):
@@ -1235,6 +1438,8 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
     cdef State state, first
 
     attention_scratch(a, &s, memory)
+    if a.dots != NULL:
+        a.dots.begin()
     s.first_row = row
     see_keys(a, b, row, rows, s.first, s.last)
     read_tile(a, &s, b, head_begin, head_end, rows, &tile_begin, &tile_end)
@@ -1257,6 +1462,8 @@ cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noex
         attend(a, &s, b, head_begin, head_end, rows, begin, end, &state)
         if apart:
             merge_rows(a, &s.first_chunk, &state, heads * rows)
+    if a.dots != NULL:
+        a.dots.end()
     if a.split:
         return
     for head in range(heads):
@@ -1479,6 +1686,17 @@ def select_isa(str name):
     raise ValueError(f"no such instruction set here: {name!r}; available: {', '.join(available_isas())}")
 
 
+cdef const ta_dots *granted = NULL
+
+
+cdef const ta_dots *usable_dots() noexcept:
+    """Dot products of the active instruction set; NULL for none, or if the system refuses them."""
+    global granted
+    if active.dots != granted and active.dots != NULL and active.dots.allowed():
+        granted = active.dots
+    return granted if active.dots == granted else NULL
+
+
 cdef const ta_kernels *kernels_for(Py_ssize_t itemsize) except NULL:
     return active.f32 if itemsize == 4 else active.f64
 
@@ -1501,6 +1719,16 @@ def kernel_table(str dtype):
         "pack_words": [<uintptr_t>k.pack_words[i] for i in range(TA_WORDS_TYPES)],
         "stream_tile": [<uintptr_t>k.stream_tile[i] for i in range(TA_WORDS_TYPES)],
         "convert_panel": [<uintptr_t>k.convert_panel[i] for i in range(TA_WORDS_TYPES)],
+        "pack_halves": <uintptr_t>k.pack_halves,
+        "round_row": <uintptr_t>k.round_row,
+        "pack_key_words": <uintptr_t>k.pack_key_words,
+        "pack_value_words": <uintptr_t>k.pack_value_words,
+        "drop_strays": <uintptr_t>k.drop_strays,
+        "dots": <uintptr_t>active.dots,
+        "gemm_dots": <uintptr_t>k.gemm_dots,
+        "weigh_dots": <uintptr_t>k.weigh_dots,
+        "round_weights": <uintptr_t>k.round_weights,
+        "value_dots": <uintptr_t>k.value_dots,
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
@@ -1651,7 +1879,8 @@ cdef class PackedMatrix:
         [depth][nr]      [depth][nr]     ...    [depth][columns rounded up to whole vectors]
 
     An array is packed as it is or as bfloat16, a QuantizedMatrix as its integers, whose scales lie before
-    each panel.
+    each panel. Where all is bfloat16, it is multiplied in dot products if the CPU has them, unless float32
+    is asked for.
     """
 
     cdef const ta_kernels *kernels
@@ -1659,16 +1888,20 @@ cdef class PackedMatrix:
     cdef Panel *panels
     cdef Py_ssize_t[4] first_panel        # of each matrix, and the end
     cdef bint has_words
+    cdef const ta_dots *dots
     cdef readonly Py_ssize_t depth
     cdef readonly tuple columns           # of each matrix
     cdef readonly Py_ssize_t nbytes
 
-    def __cinit__(self, *matrices, bint bfloat16=False):
+    def __cinit__(self, *matrices, bint bfloat16=False, bint float32=False):
         cdef Source[3] b
+        cdef bint all_halves = True
         cdef Py_ssize_t i, count = 0, matrix_count = len(matrices)
         for i in range(matrix_count):
             read_source(matrices[i], bfloat16, &b[i])
             self.has_words = self.has_words or b[i].words != TA_WORDS_NONE
+            all_halves = all_halves and b[i].words == TA_WORDS_BF16
+        self.dots = usable_dots() if all_halves and not float32 else NULL
         self.kernels = kernels_for(4 if self.has_words else matrices[0].itemsize)
         self.depth = b[0].values.shape[0]
         self.columns = tuple([b[i].values.shape[1] for i in range(matrix_count)])
@@ -1688,6 +1921,10 @@ cdef class PackedMatrix:
             for i in range(count):
                 self.pack(&b[self.panels[i].matrix], &self.panels[i])
 
+    cdef Py_ssize_t packed_depth(self, const Panel *panel) noexcept nogil:
+        """In whole words, or steps of dot products."""
+        return round_up(self.depth, TA_WORD_ROWS(panel.words) if self.dots == NULL else 2 * TA_DOT_WORDS)
+
     cdef void lay_out(self, const Source *b, Py_ssize_t matrix_count) noexcept nogil:
         """The panels of all matrices; where their parts will lie is counted from 0."""
         cdef Py_ssize_t i, column, width
@@ -1706,8 +1943,7 @@ cdef class PackedMatrix:
                 panel.scales = <const char *>cursor
                 cursor += b[i].scales.shape[0] * width * scale_bytes(panel.words)
                 panel.data = <const char *>cursor
-                cursor += (round_up(self.depth, TA_WORD_ROWS(panel.words))
-                           * panel_bits(self.kernels, panel) // 8)
+                cursor += self.packed_depth(panel) * panel_bits(self.kernels, panel) // 8
                 column += panel.columns
                 panel += 1
         self.nbytes = cursor
@@ -1724,6 +1960,8 @@ cdef class PackedMatrix:
                 data, b.values.data + panel.column * b.values.stride[1] * kernels.itemsize, self.depth,
                 panel.columns, width, b.values.stride[0], b.values.stride[1], 1.0)
             return
+        if self.dots != NULL:  # what fills the last step counts
+            memset(data, 0, self.packed_depth(panel) * panel_bits(kernels, panel) // 8)
         size = kernels.itemsize if b.words == TA_WORDS_BF16 else 1
         kernels.pack_words[b.words](
             data, b.values.data + panel.column * b.values.stride[1] * size, self.depth, panel.columns,
@@ -1760,6 +1998,7 @@ cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *t
     g.panels = b.panels + b.first_panel[begin]
     g.panel_count = b.first_panel[end] - b.first_panel[begin]
     g.has_words = b.has_words
+    g.dots = b.dots
     g.targets = targets - begin
     g.a_norm = NULL
     g.norm = NULL
@@ -1792,6 +2031,7 @@ cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_
 
 cdef int no_options(Attention *a) except -1:
     """Sets what not every call has."""
+    a.dots = NULL
     a.left = a.right = -1
     a.mask = a.bias = whole_array(NULL, 0, 0, 0, 0)
     a.softcap = 0
@@ -1941,17 +2181,21 @@ def append(k, v, keys, values, starts, counts, int threads):
 
 cdef dict describe(const Attention *a, int threads, Py_ssize_t items, Py_ssize_t merges, Py_ssize_t nbytes):
     """How attention is done, in the words of plan.Plan."""
+    register_tile = (a.kernels.attention_mr, a.kernels.attention_nr)
+    if a.dots != NULL:
+        register_tile = (TA_DOT_ROWS, TA_DOT_KEYS)
     return {
         "path": "streaming" if a.few else "tiled",
         "isa": active_isa(),
-        "arithmetic": "float32" if a.kernels.itemsize == 4 else "float64",
+        "arithmetic": ("bfloat16" if a.dots != NULL
+                       else "float32" if a.kernels.itemsize == 4 else "float64"),
         "threads": threads,
         "items": items,
         "head_parts": a.head_parts,
         "tiles": a.tiles,
         "tile_rows": ceil_div(a.group * a.q.shape[1], a.tiles),
         "key_block": block_keys(a),
-        "register_tile": None if a.few else (a.kernels.attention_mr, a.kernels.attention_nr),
+        "register_tile": None if a.few else register_tile,
         "chunks": a.chunks,
         "splits": a.chunks if a.split else 1,
         "merges": merges,
@@ -1960,13 +2204,16 @@ cdef dict describe(const Attention *a, int threads, Py_ssize_t items, Py_ssize_t
 
 
 def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility not None, int threads,
-              query_starts=None, key_starts=None, bint ring=False, bint report=False):
+              query_starts=None, key_starts=None, bint ring=False, bint report=False, bint float32=False):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
     as are `scores` and `visibility`. With starts[sequences + 1] the arrays' B is 1, and
     sequences lie one after the other along T and S. In a ring position j of key_value_lengths lies at j
     modulo S, which is a multiple of TA_KEY_BLOCK.
+
+    If q, k and v are all bfloat16, they are multiplied in dot products where the CPU has them, unless
+    float32 is asked for.
 
     A report, of dense arrays only, says how it was done, in the words of plan.Plan: threads, items and
     merges as they were counted. Without `out` nothing is done, and the report foretells it.
@@ -1995,6 +2242,8 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
     if lse is not None:
         read_array(lse, &a.lse, True)
     read_options(&a, scores, visibility)
+    if not float32 and a.q.storage == TA_BF16 and a.k.storage == TA_BF16 and a.v.storage == TA_BF16:
+        a.dots = usable_dots()
     if ring:
         _unrolled = unroll(&a)
         a.k.shape[1] = a.v.shape[1] = longest(&a)
@@ -2284,22 +2533,28 @@ cdef class Block:
     cdef bint residual
     cdef Py_ssize_t N, K, H, Hv
     cdef readonly Py_ssize_t nbytes
+    cdef readonly str arithmetic    # of the projections
 
     def __init__(self, w):
         w_q, w_k, w_v, w_o = w.matrices
         self.N, self.H = w_q.shape[1], w_q.shape[2]
         self.K, self.Hv = w_v.shape[1], w_v.shape[2]
-        bfloat16 = w.weight_dtype == "bfloat16"
+        is_mixed = any(hasattr(matrix, "matrix") for matrix in w.matrices)
+        kinds = {"bfloat16": w.weight_dtype == "bfloat16",
+                 "float32": w.arithmetic == "float32" or is_mixed}
         flat = [matrix.reshape(matrix.shape[0], -1) for matrix in (w_q, w_k, w_v)]
         if w_q.shape[0] == w_k.shape[0]:
-            self.w_q = self.w_kv = PackedMatrix(*flat, bfloat16=bfloat16)
+            self.w_q = self.w_kv = PackedMatrix(*flat, **kinds)
             self.nbytes = self.w_q.nbytes
         else:
-            self.w_q = PackedMatrix(flat[0], bfloat16=bfloat16)
-            self.w_kv = PackedMatrix(flat[1], flat[2], bfloat16=bfloat16)
+            self.w_q = PackedMatrix(flat[0], **kinds)
+            self.w_kv = PackedMatrix(flat[1], flat[2], **kinds)
             self.nbytes = self.w_q.nbytes + self.w_kv.nbytes
-        self.w_o = PackedMatrix(w_o.reshape(-1, w_o.shape[2]), bfloat16=bfloat16)
+        self.w_o = PackedMatrix(w_o.reshape(-1, w_o.shape[2]), **kinds)
         self.nbytes += self.w_o.nbytes
+        self.arithmetic = "float32" if self.w_q.kernels.itemsize == 4 else "float64"
+        if self.w_q.dots != NULL:
+            self.arithmetic = "bfloat16"
         self.kept = w._replace(matrices=())
         for i in range(4):
             self.biases[i] = read_vector(w.biases[i])
@@ -2447,7 +2702,7 @@ cdef class Block:
             # A row is normalised where it is packed, unless several threads would do the same to many: that
             # costs two threads up to 1%, and grows with their number. For few rows a loop of its own costs
             # as much.
-            if s.q.panel_parts > 1 and s.q.rows > kernels.gemm_mr:
+            if s.q.panel_parts > 1 and s.q.rows > s.q.mr:
                 s.items[PRE_NORM] = threads
                 s.pre_norm.x = s.q.a
                 s.pre_norm.out_stride = D + SKEW
@@ -2601,5 +2856,5 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
 if ta_watch_fork() != 0:
     raise ImportError("tileattn could not register its fork handler")
 active = &ta_isas[0]
-while not active.supported():
+while not active.chosen():
     active += 1

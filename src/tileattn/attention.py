@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from tileattn import _core
 from tileattn._arguments import (
+    Arithmetic,
     Array,
     AttentionArguments,
     Window,
@@ -40,6 +41,7 @@ def dot_product_attention(
     alibi_slopes: npt.ArrayLike | None = ...,
     sinks: npt.ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
+    arithmetic: Arithmetic | None = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
 ) -> Array: ...
@@ -63,6 +65,7 @@ def dot_product_attention(
     alibi_slopes: npt.ArrayLike | None = ...,
     sinks: npt.ArrayLike | None = ...,
     return_lse: Literal[True],
+    arithmetic: Arithmetic | None = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
 ) -> tuple[Array, Array]: ...
@@ -86,6 +89,7 @@ def dot_product_attention(
     alibi_slopes: npt.ArrayLike | None = ...,
     sinks: npt.ArrayLike | None = ...,
     return_lse: bool,
+    arithmetic: Arithmetic | None = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
 ) -> Array | tuple[Array, Array]: ...
@@ -108,6 +112,7 @@ def dot_product_attention(
     alibi_slopes: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
+    arithmetic: Arithmetic | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -120,7 +125,7 @@ def dot_product_attention(
     ----------
     q : array [B, T, N, H] or [T, N, H], float32, float64, float16 or bfloat16
         Queries. Any strides, read-only too. float16 and bfloat16 (of ml_dtypes) are computed in
-        float32.
+        float32, or bfloat16 in dot products where the CPU has them (see Notes).
     k : array [B, S, K, H] or [S, K, H], of q's dtype
         Keys; K divides N.
     v : array [B, S, K, Hv] or [S, K, Hv], of q's dtype
@@ -156,6 +161,8 @@ def dot_product_attention(
         -inf for none. It is part of the LSE.
     return_lse : bool, optional
         Also return the natural logarithm of the softmax's denominator.
+    arithmetic : "float32" or None, optional
+        "float32" computes bfloat16 in float32, too, where it would be multiplied in dot products.
     out : array [B, T, N, Hv], optional
         Where to put the result: q's dtype, or float32 for float16 and bfloat16; any strides, no
         overlap with an input or itself.
@@ -182,6 +189,12 @@ def dot_product_attention(
     -----
     The same inputs give the same bits whatever the number of threads and whatever else is in the
     batch. The softmax is computed online, block by block of keys [1]_.
+
+    On CPUs with AMX or AVX512_BF16, q, k and v of bfloat16 are multiplied in the CPU's bfloat16
+    dot products: their products are exact and summed up in float32, the softmax is float32's, and
+    its weights are rounded to bfloat16 before they meet the values. That moves a result by up to
+    2^-8 of the mean size of its values, as storing it in bfloat16 does. Denormal numbers count as
+    zeros there. `explain` says which arithmetic a call gets, and `arithmetic` asks for float32's.
 
     References
     ----------
@@ -211,6 +224,7 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        arithmetic=arithmetic,
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
@@ -234,7 +248,18 @@ def attend(
     if out is None:
         out = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
     lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
-    _core.attention(a.q, a.k, a.v, out, lse, a.scores, a.visibility, threads, ring=is_ring)
+    _core.attention(
+        a.q,
+        a.k,
+        a.v,
+        out,
+        lse,
+        a.scores,
+        a.visibility,
+        threads,
+        ring=is_ring,
+        float32=a.arithmetic == "float32",
+    )
     return out, lse
 
 
@@ -254,6 +279,7 @@ def varlen_attention(
     alibi_slopes: npt.ArrayLike | None = ...,
     sinks: npt.ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
+    arithmetic: Arithmetic | None = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
 ) -> Array: ...
@@ -275,6 +301,7 @@ def varlen_attention(
     alibi_slopes: npt.ArrayLike | None = ...,
     sinks: npt.ArrayLike | None = ...,
     return_lse: Literal[True],
+    arithmetic: Arithmetic | None = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
 ) -> tuple[Array, Array]: ...
@@ -296,6 +323,7 @@ def varlen_attention(
     alibi_slopes: npt.ArrayLike | None = ...,
     sinks: npt.ArrayLike | None = ...,
     return_lse: bool,
+    arithmetic: Arithmetic | None = ...,
     out: Array | None = ...,
     num_threads: int | None = ...,
 ) -> Array | tuple[Array, Array]: ...
@@ -316,6 +344,7 @@ def varlen_attention(
     alibi_slopes: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
+    arithmetic: Arithmetic | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -338,6 +367,8 @@ def varlen_attention(
         as keys.
     return_lse : bool, optional
         Also return the natural logarithm of the softmax's denominator.
+    arithmetic
+        As in `dot_product_attention`.
     out : array [total_q, N, Hv], optional
         Where to put the result, as in `dot_product_attention`.
     num_threads : int, optional
@@ -384,6 +415,7 @@ def varlen_attention(
         local_window_size=local_window_size,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        arithmetic=arithmetic,
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
@@ -404,6 +436,7 @@ def varlen_attention(
         threads,
         a.query_starts,
         a.key_starts,
+        float32=a.arithmetic == "float32",
     )
     return result if lse is None else (result, lse)
 

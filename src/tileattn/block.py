@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tileattn import _core
 from tileattn._arguments import (
+    Arithmetic,
     Array,
     BlockWeights,
     HeadMatrix,
@@ -233,6 +234,10 @@ class AttentionBlock(SetOnce):
         What float32 weights are rounded to and kept as, in 1/2, 1/4 and 1/6 of the memory. int8 has
         a scale for each output column, int4 a scale and a minimum for each 32 of its weights.
 
+    arithmetic : "float32" or None, optional
+        "float32" multiplies bfloat16 weights with x in float32, too, where bfloat16 dot products
+        would do it.
+
     Attributes
     ----------
     num_heads, num_kv_heads, head_dim, v_head_dim, model_dim, context_dim : int
@@ -243,6 +248,8 @@ class AttentionBlock(SetOnce):
         As given; `sinks` is a copy.
     weight_dtype : str, tuple of four or None
         As given; of blocks with a `QuantizedMatrix` what all of w_q, w_k, w_v and w_o are, or each.
+    arithmetic : {"bfloat16", "float32", "float64"}
+        What the projections are computed in.
     nbytes : int
         Bytes of the packed weights.
 
@@ -255,7 +262,10 @@ class AttentionBlock(SetOnce):
     Notes
     -----
     The arithmetic is in `dtype`, whatever `weight_dtype` is: a block of rounded weights gives the
-    bits of one that was given these weights in float32.
+    bits of one that was given these weights in float32. There is one exception: on CPUs with AMX or
+    AVX512_BF16, what meets weights of bfloat16 is rounded to bfloat16 as well, multiplied in the
+    CPU's dot products and summed up in float32, unless `arithmetic` is "float32". Denormal numbers
+    count as zeros there. Attention between the projections stays float32's.
 
     The arrays given are copied into packed form and not referred to again; a block does not change
     once it is made. Since it has its weights in that form only, which belongs to one instruction
@@ -297,6 +307,7 @@ class AttentionBlock(SetOnce):
         local_window_size: Window = None,
         sinks: npt.ArrayLike | None = None,
         weight_dtype: WeightDtype | None = None,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         w = check_block_weights(
             w_q,
@@ -319,6 +330,7 @@ class AttentionBlock(SetOnce):
             local_window_size=local_window_size,
             sinks=sinks,
             weight_dtype=weight_dtype,
+            arithmetic=arithmetic,
         )
         w = convert_weights(w)
         shape_q, _, shape_v, _ = (tuple(matrix.shape) for matrix in w.matrices)
@@ -338,6 +350,7 @@ class AttentionBlock(SetOnce):
         self._scores = w.scores
         self._kv_heads = (self.num_kv_heads, self.head_dim, self.v_head_dim)
         self._core = _core.Block(w)
+        self.arithmetic = self._core.arithmetic
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -373,6 +386,7 @@ class AttentionBlock(SetOnce):
         local_window_size: Window = None,
         sinks: npt.ArrayLike | None = None,
         weight_dtype: WeightDtype | None = None,
+        arithmetic: Arithmetic | None = None,
     ) -> AttentionBlock:
         """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` holds them.
 
@@ -392,7 +406,7 @@ class AttentionBlock(SetOnce):
         num_kv_heads : int, optional
             K, by default N.
         norm, norm_position, residual, rope, q_norm, k_norm
-        scale, softcap, is_causal, local_window_size, sinks, weight_dtype
+        scale, softcap, is_causal, local_window_size, sinks, weight_dtype, arithmetic
             As in the constructor.
 
         Returns
@@ -441,6 +455,7 @@ class AttentionBlock(SetOnce):
             local_window_size=local_window_size,
             sinks=sinks,
             weight_dtype=weight_dtype,
+            arithmetic=arithmetic,
         )
 
     @property
@@ -469,6 +484,7 @@ class AttentionBlock(SetOnce):
             "local_window_size": None,
             "sinks": None,
             "weight_dtype": None,
+            "arithmetic": str(self.dtype),
         }
         for name, default in defaults.items():
             value = getattr(self, name)
@@ -868,6 +884,7 @@ def attention_block(
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
     weight_dtype: WeightDtype | None = None,
+    arithmetic: Arithmetic | None = None,
     context: npt.ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
@@ -887,7 +904,7 @@ def attention_block(
     x : array [B, T, D] or [T, D], float32 or float64
     w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o
     norm, norm_position, residual, rope, q_norm, k_norm
-    scale, softcap, is_causal, local_window_size, sinks, weight_dtype
+    scale, softcap, is_causal, local_window_size, sinks, weight_dtype, arithmetic
         As in the constructor of `AttentionBlock`.
     context, cache, bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths, out
     num_threads
@@ -933,6 +950,7 @@ def attention_block(
         local_window_size=local_window_size,
         sinks=sinks,
         weight_dtype=weight_dtype,
+        arithmetic=arithmetic,
     )
     return block(
         x,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tileattn import _core
 from tileattn._arguments import (
     FLOAT_TYPES,
+    Arithmetic,
     Array,
     AttentionArguments,
     CacheParameters,
@@ -17,6 +18,7 @@ from tileattn._arguments import (
     Window,
     arithmetic_type,
     bounds,
+    check_arithmetic,
     check_array,
     check_flag,
     check_int,
@@ -253,6 +255,7 @@ class KVCache(CacheParameters):
         alibi_slopes: npt.ArrayLike | None = ...,
         sinks: npt.ArrayLike | None = ...,
         return_lse: Literal[False] = ...,
+        arithmetic: Arithmetic | None = ...,
         out: Array | None = ...,
         num_threads: int | None = ...,
     ) -> Array: ...
@@ -270,6 +273,7 @@ class KVCache(CacheParameters):
         alibi_slopes: npt.ArrayLike | None = ...,
         sinks: npt.ArrayLike | None = ...,
         return_lse: Literal[True],
+        arithmetic: Arithmetic | None = ...,
         out: Array | None = ...,
         num_threads: int | None = ...,
     ) -> tuple[Array, Array]: ...
@@ -286,6 +290,7 @@ class KVCache(CacheParameters):
         alibi_slopes: npt.ArrayLike | None = None,
         sinks: npt.ArrayLike | None = None,
         return_lse: bool = False,
+        arithmetic: Arithmetic | None = None,
         out: Array | None = None,
         num_threads: int | None = None,
     ) -> Array | tuple[Array, Array]:
@@ -303,7 +308,7 @@ class KVCache(CacheParameters):
         query_seq_lengths : int array [B], optional
             In sequence b the first ``query_seq_lengths[b]`` rows are the positions appended last;
             the others give zeros and an LSE of -inf.
-        scale, softcap, alibi_slopes, sinks, return_lse, out, num_threads
+        scale, softcap, alibi_slopes, sinks, return_lse, arithmetic, out, num_threads
             As in `dot_product_attention`.
 
         Returns
@@ -327,6 +332,7 @@ class KVCache(CacheParameters):
         >>> y.shape, y.dtype, lse.shape
         ((1, 1, 6, 8), dtype('float32'), (1, 1, 6))
         """
+        checked_arithmetic = check_arithmetic(arithmetic)
         q = self._check_input("q", q)
         B, K, H = self.batch, self.num_kv_heads, self.head_dim
         if q.ndim != 4 or (q.shape[0], q.shape[3]) != (B, H):
@@ -357,7 +363,9 @@ class KVCache(CacheParameters):
             used = bounds(self._lengths)[1]
             keys, values = keys[:, :used], values[:, :used]
         visibility = self._see(is_causal, offset, counts, self._lengths, window)
-        arguments = AttentionArguments(q, keys, values, True, scores, visibility, out)
+        arguments = AttentionArguments(
+            q, keys, values, True, scores, visibility, checked_arithmetic, out
+        )
         y, lse = attend(arguments, return_lse, threads, is_ring=self.window is not None)
         return y if lse is None else (y, lse)
 

@@ -136,10 +136,12 @@ def _read_quota() -> int:
 
 
 def isa() -> str:
-    """Name of the instruction set that calls use: "avx512", "avx2" or "baseline".
+    """Name of the instruction set that calls use.
 
-    The best one that the CPU and the operating system support, or what the environment variable
-    TILEATTN_ISA named when tileattn was imported.
+    "amx", "avx512_bf16", "avx512", "avx2" or "baseline": the best one that the CPU and the
+    operating system support, or what the environment variable TILEATTN_ISA named when tileattn was
+    imported. The first two add bfloat16 dot products to the third. "avx512_bf16" is the best one on
+    AMD's CPUs only; Intel's multiply faster in float32.
 
     Examples
     --------

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy.typing as npt
 
 from tileattn import _core
-from tileattn._arguments import Array, Window, check_attention, check_flag
+from tileattn._arguments import Arithmetic, Array, Window, check_attention, check_flag
 from tileattn.config import resolve_threads
 
 
@@ -26,8 +26,8 @@ class Plan:
         Tiled packs them block by block, and each block serves a tile of query rows.
     isa : str
         Instruction set of the kernels.
-    arithmetic : {"float32", "float64"}
-        What is computed in.
+    arithmetic : {"bfloat16", "float32", "float64"}
+        What is computed in; bfloat16 are dot products of it, summed up in float32.
     threads : int
         That take part.
     items : int
@@ -64,7 +64,7 @@ class Plan:
 
     path: Literal["streaming", "tiled"]
     isa: str
-    arithmetic: Literal["float32", "float64"]
+    arithmetic: Literal["bfloat16", "float32", "float64"]
     threads: int
     items: int
     head_parts: int
@@ -98,6 +98,7 @@ def explain(
     alibi_slopes: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
+    arithmetic: Arithmetic | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Plan:
@@ -113,7 +114,7 @@ def explain(
         Likewise.
     out
         Likewise; nothing is written.
-    num_threads
+    arithmetic, num_threads
         Likewise.
 
     Returns
@@ -128,7 +129,8 @@ def explain(
     Notes
     -----
     The path follows from the G * T query rows that share a K/V head: up to 16 stream keys and
-    values, since packing them would cost more than it saves, and more are tiled. Up to 128 rows
+    values, since packing them would cost more than it saves, and more are tiled (with bfloat16 dot
+    products from 9 rows on; fewer are computed in float32 there, too). Up to 128 rows
     attend to chunks of 512 keys and more one by one, so that threads can share them. Both, and with
     them every bit of a result, depend on the shape of one sequence only. The batch and the threads
     decide no more than who does what: into how many parts heads and rows are cut, and whether keys
@@ -165,10 +167,22 @@ def explain(
         key_value_seq_lengths=key_value_seq_lengths,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        arithmetic=arithmetic,
         out=out,
     )
     check_flag("return_lse", return_lse)
     threads = resolve_threads(num_threads)
     return Plan(
-        **_core.attention(a.q, a.k, a.v, None, None, a.scores, a.visibility, threads, report=True)
+        **_core.attention(
+            a.q,
+            a.k,
+            a.v,
+            None,
+            None,
+            a.scores,
+            a.visibility,
+            threads,
+            report=True,
+            float32=a.arithmetic == "float32",
+        )
     )

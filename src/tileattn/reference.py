@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from tileattn import attention
 from tileattn._arguments import (
+    Arithmetic,
     Array,
     Bool,
     CacheSpan,
@@ -172,6 +173,7 @@ def dot_product_attention(
     alibi_slopes: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
+    arithmetic: Arithmetic | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -208,6 +210,8 @@ def dot_product_attention(
         A score of each head's own in the denominator.
     return_lse : bool
         Also return the log-sum-exp of each row's scores and its sink.
+    arithmetic : "float32" or None, optional
+        Accepted, too; here it is always float64.
     out : array [B,T,N,Hv] of q's dtype, optional
         Filled, once everything is computed, and returned; float32 for float16 and bfloat16 too.
     num_threads : int, optional
@@ -249,6 +253,7 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        arithmetic=arithmetic,
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
@@ -281,6 +286,7 @@ def varlen_attention(
     alibi_slopes: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     return_lse: bool = False,
+    arithmetic: Arithmetic | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -302,6 +308,8 @@ def varlen_attention(
         something and any sequence has not as many queries as keys.
     return_lse : bool
         Also return the log-sum-exp of each row's scores and its sink.
+    arithmetic : "float32" or None, optional
+        Accepted, too; here it is always float64.
     out : array [total_q,N,Hv] of q's dtype, optional
         Filled, once everything is computed, and returned; float32 for float16 and bfloat16 too.
     num_threads : int, optional
@@ -339,6 +347,7 @@ def varlen_attention(
         local_window_size=local_window_size,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        arithmetic=arithmetic,
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
@@ -552,6 +561,7 @@ def attention_block(
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
     weight_dtype: WeightDtype | None = None,
+    arithmetic: Arithmetic | None = None,
     context: npt.ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
@@ -587,6 +597,8 @@ def attention_block(
         Of each head's H columns of queries or keys, after the bias and before `rope`.
     weight_dtype : "bfloat16", "int8", "int4" or None, optional
         What float32 weights are rounded to first.
+    arithmetic : "float32" or None, optional
+        Accepted, too; here it is always float64.
     context : [B,S,Dc] or KVCache, optional
         What keys and values are made from, in cross attention, or a cache that holds them.
     cache : KVCache, optional
@@ -638,6 +650,7 @@ def attention_block(
         local_window_size=local_window_size,
         sinks=sinks,
         weight_dtype=weight_dtype,
+        arithmetic=arithmetic,
     )
     w = convert_weights(w, round_bfloat16=True)
     w_q, w_k, w_v, w_o = (_float64(_as_floats(matrix)) for matrix in w.matrices)

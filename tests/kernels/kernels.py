@@ -38,6 +38,33 @@ class Words(Structure):
     )
 
 
+class DotTile(Structure):
+    _fields_ = (
+        ("rows", c_int),
+        ("columns", c_int),
+        ("depth", c_ssize_t),
+        ("a", c_void_p),
+        ("a_stride", c_ssize_t),
+        ("b", c_void_p),
+        ("b_stride", c_ssize_t),
+        ("c", c_void_p),
+        ("c_stride", c_ssize_t),
+        ("accumulate", c_int),
+        ("next", c_void_p),
+        ("next_bytes", c_ssize_t),
+    )
+
+
+class Dots(Structure):
+    _fields_ = (
+        ("allowed", CFUNCTYPE(c_int)),
+        ("begin", CFUNCTYPE(None)),
+        ("end", CFUNCTYPE(None)),
+        ("multiply", CFUNCTYPE(None, POINTER(DotTile))),
+        ("round", CFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t)),
+    )
+
+
 class ScoreOptions(Structure):
     _fields_ = (
         ("softcap", c_double),
@@ -144,6 +171,15 @@ PROTOTYPES = {
     "pack_words": (None, c_void_p, c_void_p, *[c_ssize_t] * 5),
     "stream_tile": (None, POINTER(GemmTile), POINTER(Words)),
     "convert_panel": (None, c_void_p, POINTER(Words), c_ssize_t, c_ssize_t),
+    "pack_halves": (None, c_void_p, c_void_p, *[c_ssize_t] * 3),
+    "round_row": (None, POINTER(Dots), c_void_p, c_void_p, *[c_ssize_t] * 3),
+    "pack_key_words": (None, c_void_p, POINTER(c_void_p), c_ssize_t, c_ssize_t),
+    "pack_value_words": (None, c_void_p, c_void_p, *[c_ssize_t] * 6),
+    "drop_strays": (c_int, c_void_p, c_ssize_t),
+    "gemm_dots": (None, POINTER(GemmTile), c_ssize_t, POINTER(Dots)),
+    "weigh_dots": (None, POINTER(AttentionTile), c_double),
+    "round_weights": (None, POINTER(Dots), c_void_p, POINTER(AttentionTile), c_ssize_t, c_ssize_t),
+    "value_dots": (None, POINTER(AttentionTile), POINTER(Dots)),
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),
     "weigh_few": (None, POINTER(AttentionTile)),
@@ -196,6 +232,8 @@ class Kernels:
                     if isinstance(value, list)
                     else function(value)
                 )
+            elif name == "dots":
+                value = Dots.from_address(value) if value else None
             setattr(self, name, value)
         # Every instruction set but SSE2 contracts a * b + c into one rounding.
         self.fuses = self.isa != "baseline" or platform.machine() in ("aarch64", "arm64")

@@ -1,0 +1,98 @@
+/* Dot products of CPUs with AVX512_BF16; all their other kernels are those of avx512.c. */
+#include "region.h"
+
+#if TA_HAVE_X86_REGIONS
+
+#include "tileattn.h"
+
+#include <immintrin.h>
+
+void ta_round_bf16(uint16_t *dst, const float *src, ptrdiff_t count); /* amx.c has it from here */
+
+#define TARGET __attribute__((target("avx512f,avx512bf16")))
+#define UNROLL _Pragma("GCC unroll 8")
+typedef int32_t word __attribute__((aligned(2), may_alias)); /* a row of bfloat16 may begin anywhere */
+/* 8 x 3 accumulators, and a row of B. */
+enum { LANES = 16, ROWS = 8, VECTORS = 3 };
+
+/* C[rows x vectors] of a tile, from a row and a column of it on. Both counts are constants at each call. */
+TARGET static inline __attribute__((always_inline)) void products(const int rows, const int vectors,
+                                                                  const ta_dot_tile *t, int row, int column)
+{
+    __m512 acc[ROWS][VECTORS];
+    float *c = (float *)t->c + row * t->c_stride + column;
+    UNROLL
+    for (int i = 0; i < rows; i++) {
+        UNROLL
+        for (int j = 0; j < vectors; j++)
+            acc[i][j] =
+                t->accumulate ? _mm512_loadu_ps(c + i * t->c_stride + j * LANES) : _mm512_setzero_ps();
+    }
+    const word *a = (const word *)t->a + row * t->a_stride;
+    const int32_t *b = (const int32_t *)t->b + column;
+    for (ptrdiff_t p = 0; p < t->depth; p++, b += t->b_stride) {
+        __m512bh b_row[VECTORS];
+        UNROLL
+        for (int j = 0; j < vectors; j++)
+            b_row[j] = (__m512bh)_mm512_loadu_si512(b + j * LANES);
+        UNROLL
+        for (int i = 0; i < rows; i++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(a[i * t->a_stride + p]);
+            UNROLL
+            for (int j = 0; j < vectors; j++)
+                acc[i][j] = _mm512_dpbf16_ps(acc[i][j], pair, b_row[j]);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < rows; i++) {
+        UNROLL
+        for (int j = 0; j < vectors; j++)
+            _mm512_storeu_ps(c + i * t->c_stride + j * LANES, acc[i][j]);
+    }
+}
+
+#define EACH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define INSTANCE(R)                                                                      \
+    TARGET static __attribute__((noinline)) void rows_##R(const ta_dot_tile *t, int row) \
+    {                                                                                    \
+        int column = 0;                                                                  \
+        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)        \
+            products(R, VECTORS, t, row, column);                                        \
+        if (column + 2 * LANES == t->columns)                                            \
+            products(R, 2, t, row, column);                                              \
+        else if (column < t->columns)                                                    \
+            products(R, 1, t, row, column);                                              \
+    }
+#define ENTRY(R) rows_##R,
+EACH_ROWS(INSTANCE)
+
+static void multiply(const ta_dot_tile *t)
+{
+    static void (*const instances[ROWS])(const ta_dot_tile *, int) = {EACH_ROWS(ENTRY)};
+    const char *next = t->next;
+    for (ptrdiff_t at = 0; at < t->next_bytes; at += 64)
+        __builtin_prefetch(next + at, 0, 2);
+    const int tiles = (t->rows + ROWS - 1) / ROWS;
+    for (int tile = 0; tile < tiles; tile++) {
+        const int begin = tile * t->rows / tiles, end = (tile + 1) * t->rows / tiles;
+        instances[end - begin - 1](t, begin);
+    }
+}
+
+TARGET void ta_round_bf16(uint16_t *dst, const float *src, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i += LANES)
+        _mm256_storeu_si256((void *)(dst + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(src + i)));
+}
+
+static int allowed(void)
+{
+    return 1;
+}
+
+static void nothing(void) {}
+
+extern const ta_dots ta_dots_avx512_bf16;
+const ta_dots ta_dots_avx512_bf16 = {allowed, nothing, nothing, multiply, ta_round_bf16};
+
+#endif

@@ -1,0 +1,233 @@
+/* What surrounds bfloat16 dot products (ta_dots): their operands, and the use of what they give.
+ *
+ * Operands are words of two successive elements of the contracted axis, the first in the lower half; the
+ * axis is padded with zeros to whole steps of TA_DOT_WORDS. A has its rows one behind the other, B the
+ * words of all columns:
+ *
+ *     C = A B          A [rows][words]                  B [words][columns]
+ *     projections      rows of X, rounded to bfloat16   a panel of TA_WORDS_BF16
+ *     scores           query rows                       keys, a panel of TA_DOT_KEYS after the other
+ *     values           weights, rounded to bfloat16     values, a word from two keys
+ */
+
+/* dst = a row of bfloat16, zeros behind it up to `width` elements. */
+static void TA_NAME(pack_halves)(uint16_t *dst, const uint16_t *src, ptrdiff_t columns, ptrdiff_t width,
+                                 ptrdiff_t column_stride)
+{
+    if (column_stride == 1)
+        memcpy(dst, src, columns * sizeof *dst);
+    else
+        for (ptrdiff_t j = 0; j < columns; j++)
+            dst[j] = src[j * column_stride];
+    memset(dst + columns, 0, (width - columns) * sizeof *dst);
+}
+
+/* The same of floats, rounded to nearest. */
+static void TA_NAME(round_row)(const ta_dots *dots, uint16_t *dst, const real *src, ptrdiff_t columns,
+                               ptrdiff_t width, ptrdiff_t column_stride)
+{
+    ptrdiff_t j = 0;
+    if (column_stride == 1) {
+        j = columns / TA_VL * TA_VL;
+        dots->round(dst, src, j);
+    }
+    for (; j < columns; j++)
+        dst[j] = bf16_from_real(src[j * column_stride]);
+    memset(dst + columns, 0, (width - columns) * sizeof *dst);
+}
+
+/* One panel of keys: dst[words][TA_DOT_KEYS] of the rows of as many keys. */
+static void TA_NAME(pack_key_words)(uint32_t *dst, const void *const *keys, ptrdiff_t head_dim,
+                                    ptrdiff_t column_stride)
+{
+    uint16_t padded[TA_DOT_KEYS][2 * TA_DOT_WORDS];
+    const void *rows[TA_DOT_KEYS];
+    const ptrdiff_t step = 2 * TA_DOT_WORDS;
+    for (ptrdiff_t h = 0; h < head_dim; h += step) {
+        for (int i = 0; i < TA_DOT_KEYS; i++) {
+            const uint16_t *from = (const uint16_t *)keys[i] + h * column_stride;
+            rows[i] = from;
+            if (column_stride != 1 || h + step > head_dim) {
+                const ptrdiff_t left = head_dim - h < step ? head_dim - h : step;
+                TA_NAME(pack_halves)(padded[i], from, left, step, column_stride);
+                rows[i] = padded[i];
+            }
+        }
+        /* A word moves like a float. */
+        for (int i = 0; i < TA_DOT_KEYS; i += TA_VL)
+            pack_chunk(TA_REAL, (real *)dst + i, rows + i, TA_VL, TA_DOT_KEYS, TA_DOT_WORDS);
+        dst += TA_DOT_WORDS * TA_DOT_KEYS;
+    }
+}
+
+/* Values of the keys [begin, end) of a block: dst[key / 2][width], zeros in what fills the panels of keys
+ * at both ends and the columns up to `width`. */
+static void TA_NAME(pack_value_words)(uint32_t *dst, const uint16_t *v, ptrdiff_t begin, ptrdiff_t end,
+                                      ptrdiff_t columns, ptrdiff_t width, ptrdiff_t key_stride,
+                                      ptrdiff_t column_stride)
+{
+    const ptrdiff_t first = begin / TA_DOT_KEYS * TA_DOT_KEYS;
+    const ptrdiff_t last = (end + TA_DOT_KEYS - 1) / TA_DOT_KEYS * TA_DOT_KEYS;
+    for (ptrdiff_t key = first; key < last; key += 2) {
+        uint32_t *to = dst + key / 2 * width;
+        const uint16_t *low = begin <= key && key < end ? v + key * key_stride : NULL;
+        const uint16_t *high = begin <= key + 1 && key + 1 < end ? v + (key + 1) * key_stride : NULL;
+        ptrdiff_t j = 0;
+        if (column_stride == 1 && low != NULL && high != NULL)
+            for (; j + TA_VL <= columns; j += TA_VL) {
+                typedef uint32_t words __attribute__((vector_size(TA_VECTOR_BYTES)));
+                /* Each comes as the upper half of a float. */
+                words w = (words)vec_load_bf16(low + j) >> 16 | (words)vec_load_bf16(high + j);
+                vec_store((real *)to + j, (vec)w);
+            }
+        for (; j < columns; j++)
+            to[j] = (low != NULL ? low[j * column_stride] : 0) |
+                    (uint32_t)(high != NULL ? high[j * column_stride] : 0) << 16;
+        memset(to + columns, 0, (width - columns) * sizeof *to);
+    }
+}
+
+/* Puts zeros in place of what is not finite among whole vectors of words; returns whether there was any. */
+static int TA_NAME(drop_strays)(uint32_t *words, ptrdiff_t count)
+{
+    veci dropped = {0};
+    for (ptrdiff_t i = 0; i < count; i += TA_VL) {
+        veci w = (veci)vec_load((const real *)words + i);
+        veci low = (veci)((w & 0x7f80) != 0x7f80) & 0xffff;
+        veci high = (veci)((w & 0x7f800000) != 0x7f800000) & (integer)0xffff0000;
+        vec_store((real *)words + i, (vec)(w & (low | high)));
+        dropped |= w ^ (w & (low | high));
+    }
+    int any = 0;
+    for (int i = 0; i < TA_VL; i++)
+        any |= dropped[i] != 0;
+    return any;
+}
+
+/* C[rows x columns] (+)= A B + bias as gemm_tile has it, up to TA_DOT_ROWS rows. A is in words, a_stride
+ * apart, and B a panel of words. */
+static void TA_NAME(gemm_dots)(const ta_gemm_tile *t, ptrdiff_t a_stride, const ta_dots *dots)
+{
+    const int width = (t->columns + TA_VL - 1) / TA_VL * TA_VL;
+    const int plain = t->rows % TA_DOT_LOT == 0 && t->columns == width && t->bias == NULL;
+    real products[TA_DOT_ROWS * TA_GEMM_NV * TA_VL];
+    ta_dot_tile d = {
+        .rows = t->rows,
+        .columns = width,
+        .depth = (t->depth + 2 * TA_DOT_WORDS - 1) / (2 * TA_DOT_WORDS) * TA_DOT_WORDS,
+        .a = t->a,
+        .a_stride = a_stride,
+        .b = t->b,
+        .b_stride = width,
+        .c = plain ? t->c : products,
+        .c_stride = plain ? t->c_stride : width,
+        .accumulate = t->accumulate,
+        .next = t->next,
+        .next_bytes = t->next_bytes,
+    };
+    /* Sums go on from what C holds on either way. */
+    for (int i = 0; !plain && t->accumulate && i < t->rows; i++)
+        memcpy(products + i * width, (const real *)t->c + i * t->c_stride, t->columns * sizeof(real));
+    dots->multiply(&d);
+    if (!plain) {
+        ta_gemm_tile finish = *t;
+        finish.accumulate = 0;
+        gemm_store(&finish, products, width);
+    }
+}
+
+/* weigh_tile from products with keys, [row][q_stride] in place of the query rows, that lack `scale`. */
+#define weigh_products TA_NAME(weigh_products)
+TA_INLINE void weigh_products(const int rows, const ta_attention_tile *t, real scale)
+{
+    starts from;
+    start_scores(rows, t, &from);
+    for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
+        vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
+        do {
+            start_products(rows, acc, t, panel, &from);
+            TA_UNROLL
+            for (int i = 0; i < rows; i++) {
+                const real *products = (const real *)t->q + i * t->q_stride + panel;
+                TA_UNROLL
+                for (int j = 0; j < TA_ATTENTION_NV; j++)
+                    acc[i][j] += vec_all(scale) * vec_load(products + j * TA_VL);
+            }
+        } while (weigh_panel(rows, acc, t, panel, &from));
+    }
+}
+
+#define TA_EACH_WEIGH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define TA_INSTANCE(ROWS)                                                               \
+    TA_NOINLINE void TA_NAME(weigh_dots_##ROWS)(const ta_attention_tile *t, real scale) \
+    {                                                                                   \
+        weigh_products(ROWS, t, scale);                                                 \
+    }
+#define TA_ENTRY(ROWS) TA_NAME(weigh_dots_##ROWS),
+TA_EACH_WEIGH_ROWS(TA_INSTANCE)
+
+static void TA_NAME(weigh_dots)(const ta_attention_tile *t, double scale)
+{
+    static void (*const instances[TA_WEIGH_ROWS])(const ta_attention_tile *,
+                                                  real) = {TA_EACH_WEIGH_ROWS(TA_ENTRY)};
+    instances[t->rows - 1](t, (real)scale);
+}
+#undef TA_INSTANCE
+#undef TA_ENTRY
+#undef TA_EACH_WEIGH_ROWS
+
+/* A tile's weights as words: dst[row][key / 2] of TA_WEIGHT_STRIDE elements a row, over the panels of keys
+ * [begin, end), with zeros where the tile has none. */
+static void TA_NAME(round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *t,
+                                   ptrdiff_t begin, ptrdiff_t end)
+{
+    begin = begin / TA_KEYS * TA_KEYS;
+    end = (end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
+    const int none = t->key_begin >= t->key_end;
+    const ptrdiff_t first = none ? begin : t->key_begin / TA_KEYS * TA_KEYS;
+    const ptrdiff_t last = none ? begin : (t->key_end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
+    for (int i = 0; i < t->rows; i++, dst += TA_WEIGHT_STRIDE) {
+        memset(dst + begin, 0, (first - begin) * sizeof *dst);
+        dots->round(dst + first, (const real *)t->weights + i * TA_WEIGHT_STRIDE + first, last - first);
+        memset(dst + last, 0, (end - last) * sizeof *dst);
+    }
+}
+
+/* out += weights v over the panels of keys [key_begin, key_end), up to TA_DOT_ROWS rows: `weights` has been
+ * rounded to words, `v` are words of whole vectors of columns. */
+static void TA_NAME(value_dots)(const ta_attention_tile *t, const ta_dots *dots)
+{
+    const ptrdiff_t first = t->key_begin / TA_KEYS * TA_KEYS;
+    const ptrdiff_t last = (t->key_end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
+    const int plain = t->rows % TA_DOT_LOT == 0;
+    enum { LOT = 64 };
+    real sums[TA_DOT_ROWS * LOT]; /* in place of rows that belong to others */
+    ta_dot_tile d = {
+        .rows = t->rows,
+        .columns = (int)t->v_columns,
+        .depth = (last - first) / 2,
+        .a = (const uint16_t *)t->weights + first,
+        .a_stride = TA_WEIGHT_STRIDE / 2,
+        .b = (const uint32_t *)t->v + first / 2 * t->v_stride,
+        .b_stride = t->v_stride,
+        .c = t->out,
+        .c_stride = t->out_stride,
+        .accumulate = 1,
+    };
+    if (plain) {
+        dots->multiply(&d);
+        return;
+    }
+    d.c = sums;
+    for (ptrdiff_t j = 0; j < t->v_columns; j += LOT) {
+        real *out = (real *)t->out + j;
+        d.columns = (int)(t->v_columns - j < LOT ? t->v_columns - j : LOT);
+        d.c_stride = d.columns;
+        for (int i = 0; i < t->rows; i++)
+            memcpy(sums + i * d.columns, out + i * t->out_stride, d.columns * sizeof(real));
+        dots->multiply(&d);
+        for (int i = 0; i < t->rows; i++)
+            memcpy(out + i * t->out_stride, sums + i * d.columns, d.columns * sizeof(real));
+        d.b = (const uint32_t *)d.b + LOT;
+    }
+}

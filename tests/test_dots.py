@@ -1,0 +1,361 @@
+"""Attention and blocks in bfloat16 dot products, where the CPU has them."""
+
+import itertools
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import tileattn
+from tests.oracle import random, same_bits
+from tests.test_block import Sizes, norm_of
+from tileattn import AttentionBlock, KVCache, _core, dot_product_attention, reference
+
+WEIGHTS = 2.0**-8  # what a weight's rounding to bfloat16 may change of it
+FEW = 8  # query rows of a K/V head up to which float32 is faster
+
+
+def inputs(B, T, S, N, K, H, Hv=None, seed=1):
+    sizes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv or H)
+    return [random(seed + i, *size).astype(bfloat16) for i, size in enumerate(sizes)]
+
+
+def exact(x):
+    return x.astype(np.float64)
+
+
+def attend(q, k, v, **options):
+    """out in float32, and the LSE."""
+    out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
+    return dot_product_attention(q, k, v, out=out, return_lse=True, **options)
+
+
+def check(got, q, k, v, **options):
+    """Against float64, with the errors that the arithmetic may make."""
+    out, lse = got
+    q, k, v = exact(q), exact(k), exact(v)
+    expected, exact_lse = reference.dot_product_attention(q, k, v, return_lse=True, **options)
+    mean_size = reference.dot_product_attention(q, k, np.abs(v), **options)
+    # A score is a sum of H products and an option or two, each step rounded in float32.
+    scale = options.get("scale", q.shape[3] ** -0.5)
+    group = q.shape[2] // k.shape[2]
+    sizes = np.einsum("btnh,bsnh->bnts", np.abs(q), np.repeat(np.abs(k), group, axis=2)) * scale
+    bias = 0 if options.get("bias") is None else np.abs(options["bias"])
+    bias = np.where(np.isfinite(bias), bias, 0)
+    slopes = 0 if options.get("alibi_slopes") is None else np.abs(options["alibi_slopes"]).max()
+    largest = (sizes + bias).max(initial=0) + slopes * (q.shape[1] + k.shape[1])
+    of_score = (q.shape[3] + 16) * 2.0**-24 * largest
+    # exp2 within 1e-7; sums of S weights, each rounded.
+    of_weight = of_score + 2e-7 + k.shape[1] * 2.0**-24
+    assert (np.abs(out - expected) <= 1e-30 + (WEIGHTS + 2 * of_weight) * mean_size).all()
+    seen = np.isfinite(exact_lse)
+    assert np.array_equal(np.isfinite(lse), seen)
+    lse, exact_lse = lse[seen], exact_lse[seen]
+    assert (np.abs(lse - exact_lse) <= of_weight + 2.0**-22 * np.abs(exact_lse)).all()
+
+
+SHAPES = [
+    (1, 9, 1, 1, 1, 1, 1),
+    (1, 17, 31, 2, 1, 31, 15),
+    (2, 16, 32, 2, 2, 32, 16),
+    (1, 33, 33, 3, 1, 33, 17),
+    (1, 31, 255, 2, 2, 64, 64),
+    (2, 32, 256, 4, 2, 63, 100),
+    (1, 65, 257, 6, 3, 80, 48),
+    (1, 64, 300, 1, 1, 128, 128),
+    (1, 20, 70, 1, 1, 256, 272),
+    (3, 5, 40, 8, 2, 24, 40),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention(shape):
+    B, T, S, N, _, _, _ = shape
+    q, k, v = inputs(*shape)
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(0, S + 1, B)
+    for options in (
+        {},
+        {"is_causal": True, "query_offset": S - T},
+        {"local_window_size": (20, 3), "query_offset": S - T},
+        {"is_causal": True, "local_window_size": (7, None), "query_offset": 0},
+        {"key_value_seq_lengths": lengths, "query_seq_lengths": rng.integers(0, T + 1, B)},
+        {"mask": rng.random((B, N, T, S)) < 0.7},
+        {"mask": rng.random((B, 1, 1, S)) < 0.5},
+        {"bias": random(6, B, N, T, S)},
+        {"bias": random(6, 1, 1, 1, S), "softcap": 3.0},
+        {"bias": np.where(rng.random((B, N, T, S)) < 0.2, -np.inf, random(7, B, N, T, S))},
+        {"alibi_slopes": random(8, N), "query_offset": S - T},
+        {"sinks": random(9, N), "softcap": 20.0, "is_causal": True, "query_offset": S - T},
+        {"scale": 2.5},
+    ):
+        got = attend(q, k, v, **options)
+        check(got, q, k, v, **options)
+        for threads in (1, 2, 3):
+            again = attend(q, k, v, num_threads=threads, **options)
+            assert same_bits(again[0], got[0])
+            assert same_bits(again[1], got[1])
+
+
+def test_a_row_s_bits_do_not_depend_on_the_batch():
+    q, k, v = inputs(3, 40, 300, 4, 2, 64)
+    whole = attend(q, k, v, is_causal=True, query_offset=260)
+    for b in range(3):
+        one = attend(*(x[b : b + 1] for x in (q, k, v)), is_causal=True, query_offset=260)
+        assert same_bits(one[0], whole[0][b : b + 1])
+        assert same_bits(one[1], whole[1][b : b + 1])
+
+
+def test_any_strides():
+    q, k, v = inputs(2, 20, 45, 4, 2, 34, 22)
+    expected = attend(q, k, v)
+    for strided in (
+        lambda x: np.asfortranarray(x),
+        lambda x: np.repeat(x, 2, axis=3)[..., ::2],
+        lambda x: np.flip(np.flip(x, (1, 3)).copy(), (1, 3)),
+        lambda x: np.concatenate([x, x[..., :1]], axis=3)[..., :-1],
+    ):
+        got = attend(*map(strided, (q, k, v)))
+        assert same_bits(got[0], expected[0])
+        assert same_bits(got[1], expected[1])
+
+
+def test_equal_values_are_their_own_mean_within_the_rounding_of_weights():
+    q, k, v = inputs(1, 20, 100, 2, 1, 16)
+    v[:] = 3
+    out, _ = attend(q, k, v)
+    assert (np.abs(out - 3) <= 3 * (WEIGHTS + 1e-5)).all()
+
+
+def test_one_visible_key_gives_its_value_exactly():
+    q, k, v = inputs(1, 20, 100, 2, 1, 16)
+    out, _ = attend(q, k, v, local_window_size=(0, 0), query_offset=30)
+    assert same_bits(out, np.repeat(v[:, 30:50], 2, axis=2).astype(np.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "options, hidden",
+    [
+        ({"key_value_seq_lengths": [37]}, slice(37, None)),
+        ({"mask": np.arange(300) % 7 != 3}, slice(3, None, 7)),
+        ({"bias": np.where(np.arange(300) % 7 == 3, -np.inf, 0)}, slice(3, None, 7)),
+        ({"local_window_size": (40, 0), "query_offset": 200}, slice(0, 160)),
+    ],
+)
+def test_hidden_keys_may_hold_anything(bad, options, hidden):
+    q, k, v = inputs(1, 40, 300, 4, 2, 64)
+    expected = attend(q, k, v, **options)
+    k[:, hidden], v[:, hidden] = bad, bad
+    got = attend(q, k, v, **options)
+    assert same_bits(got[0], expected[0])
+    assert same_bits(got[1], expected[1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_seen_and_not_finite_comes_through_and_no_further(bad):
+    q, k, v = inputs(1, 70, 70, 2, 1, 32)
+    clean, _ = attend(q, k, v, is_causal=True)
+    v[0, 40, 0, 5] = bad
+    got, _ = attend(q, k, v, is_causal=True)
+    assert not np.isfinite(got[0, 40:, :, 5]).any()
+    got[0, 40:, :, 5] = clean[0, 40:, :, 5]
+    assert same_bits(got, clean)
+    k[0, 50, 0, 3] = np.nan
+    got, lse = attend(q, k, v, is_causal=True)
+    assert np.isnan(got[0, 50:]).all()
+    assert np.isnan(lse[0, 50:]).all()
+    assert same_bits(got[0, :40], clean[0, :40])
+
+
+def test_rows_that_see_nothing_are_zero():
+    q, k, v = inputs(2, 20, 40, 2, 2, 16)
+    out, lse = attend(q, k, v, key_value_seq_lengths=[0, 40])
+    assert not out[0].any()
+    assert (lse[0] == -np.inf).all()
+    assert np.isfinite(lse[1]).all()
+
+
+def test_scores_that_rise_along_the_keys():
+    q, k, v = inputs(1, 40, 600, 1, 1, 32)
+    q[:], k[..., 1:] = 1, 0
+    k[0, :, 0, 0] = (np.arange(600) * 8).astype(bfloat16)
+    check(attend(q, k, v, scale=1.0), q, k, v, scale=1.0)
+    check(attend(q, k[:, ::-1], v, scale=1.0), q, k[:, ::-1], v, scale=1.0)
+
+
+def test_an_output_in_bfloat16_is_that_in_float32_rounded():
+    q, k, v = inputs(1, 40, 100, 4, 2, 32)
+    assert same_bits(
+        dot_product_attention(q, k, v).view(np.uint16),
+        attend(q, k, v)[0].astype(bfloat16).view(np.uint16),
+    )
+
+
+def test_packed_sequences_have_the_bits_of_each_alone():
+    q, k, v = (x[0] for x in inputs(1, 90, 90, 4, 2, 64))
+    starts = [0, 20, 20, 75, 90]
+    out = tileattn.varlen_attention(q, k, v, starts, starts, is_causal=True)
+    for begin, end in itertools.pairwise(starts):
+        if begin < end:
+            one = dot_product_attention(*(x[begin:end] for x in (q, k, v)), is_causal=True)
+            assert same_bits(out[begin:end].view(np.uint16), one.view(np.uint16))
+
+
+def test_a_cache_of_bfloat16_attends_in_dot_products():
+    q, k, v = inputs(1, 30, 30, 4, 2, 64)
+    cache = KVCache(1, 64, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    cache.append(k, v)
+    expected = dot_product_attention(q, k, v, is_causal=True)
+    assert same_bits(cache.attend(q).view(np.uint16), expected.view(np.uint16))
+    in_float = dot_product_attention(q, k, v, is_causal=True, arithmetic="float32")
+    got = cache.attend(q, arithmetic="float32")
+    assert same_bits(got.view(np.uint16), in_float.view(np.uint16))
+
+
+# ------------------------------------------------------------------ which arithmetic
+
+
+def test_explain_says_which_arithmetic_runs():
+    q, k, v = inputs(1, 40, 100, 4, 2, 32)
+    floats = [x.astype(np.float32) for x in (q, k, v)]
+    assert tileattn.explain(q, k, v).arithmetic == "bfloat16"
+    assert tileattn.explain(q, k, v, arithmetic="float32").arithmetic == "float32"
+    assert tileattn.explain(*floats).arithmetic == "float32"
+    step = tileattn.explain(q[:, : FEW // 2], k, v)
+    assert (step.path, step.arithmetic) == ("streaming", "float32")
+    more = tileattn.explain(q[:, : FEW // 2 + 1], k, v)
+    assert (more.path, more.arithmetic) == ("tiled", "bfloat16")
+
+
+def test_arithmetic_in_float32_has_the_bits_of_the_instruction_set_without_dot_products():
+    q, k, v = inputs(1, 40, 100, 4, 2, 32)
+
+    def block_of(**options):
+        return AttentionBlock(*Sizes(D=96, N=6, K=2, H=16).weights(), **options)
+
+    x = random(20, 2, 30, 96)
+    got = attend(q, k, v, arithmetic="float32")
+    y = block_of(weight_dtype="bfloat16", arithmetic="float32")(x)
+    before = _core.active_isa()
+    _core.select_isa("avx512")
+    expected, y_expected = attend(q, k, v), block_of(weight_dtype="bfloat16")(x)
+    _core.select_isa(before)
+    assert same_bits(got[0], expected[0])
+    assert same_bits(got[1], expected[1])
+    assert same_bits(y, y_expected)
+
+
+@pytest.mark.parametrize(
+    "wrong, error", [("float64", ValueError), ("bfloat16", ValueError), (32, TypeError)]
+)
+def test_a_wrong_arithmetic_is_refused_before_any_work(wrong, error):
+    q, k, v = inputs(1, 4, 6, 2, 1, 8)
+    cache = KVCache(1, 8, num_kv_heads=1, head_dim=8, dtype="bfloat16")
+    cache.append(k, v)
+    rows = [x[0] for x in (q, k, v)]
+    weights = Sizes(D=8, N=2, K=1, H=4).weights()
+    for call in (
+        lambda: dot_product_attention(q, k, v, arithmetic=wrong),
+        lambda: tileattn.explain(q, k, v, arithmetic=wrong),
+        lambda: tileattn.varlen_attention(*rows, [0, 4], [0, 6], arithmetic=wrong),
+        lambda: cache.attend(q, arithmetic=wrong),
+        lambda: AttentionBlock(*weights, arithmetic=wrong),
+        lambda: reference.dot_product_attention(q, k, v, arithmetic=wrong),
+    ):
+        with pytest.raises(error, match=r"arithmetic must be 'float32' or None, not"):
+            call()
+
+
+# ------------------------------------------------------------------ blocks
+
+
+BLOCKS = {
+    "one of each": Sizes(D=1, N=1, K=1, H=1),
+    "odd": Sizes(D=33, N=3, K=1, H=11, Hv=5),
+    "whole panels": Sizes(D=96, N=6, K=2, H=16),
+    "cross": Sizes(D=40, N=4, K=2, H=10, Dc=56),
+    "two slices of depth": Sizes(D=520, N=9, K=3, H=60),
+}
+
+
+def product(x, w, columns, threads=1):
+    out = np.full((len(x), columns), np.nan, np.float32)
+    _core.project(x[None], w, (out,), (None,), threads)
+    return out
+
+
+@pytest.mark.parametrize("columns, depth", [(1, 1), (47, 31), (48, 32), (49, 33), (97, 1031)])
+def test_products_are_those_of_the_rounded_rows_and_weights(columns, depth):
+    x, w = random(1, 300, depth), random(2, depth, columns)
+    packed = _core.PackedMatrix(w, bfloat16=True)
+    whole = product(x, packed, columns)
+    rounded_x, rounded_w = exact(x.astype(bfloat16)), exact(w.astype(bfloat16))
+    sizes = np.abs(rounded_x) @ np.abs(rounded_w)
+    assert (np.abs(whole - rounded_x @ rounded_w) <= (depth + 1) * 2.0**-24 * sizes).all()
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 100, 256, 257):
+        for threads in (1, 2, 3):
+            assert same_bits(product(x[:rows], packed, columns, threads), whole[:rows])
+
+
+@pytest.mark.parametrize("sizes", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_blocks(sizes, norm_position):
+    weights, biases = sizes.weights(), sizes.biases()
+    options = dict(biases, norm=norm_of(sizes["D"])[0], norm_position=norm_position)
+    block = AttentionBlock(*weights, **options, weight_dtype="bfloat16")
+    assert block.arithmetic == "bfloat16"
+    is_cross = sizes["D"] != sizes["Dc"]
+    x = random(30, 2, 120, sizes["D"])
+    context = random(31, 2, 9, sizes["Dc"]) if is_cross else None
+    expected = reference.attention_block(
+        x, *weights, context=context, weight_dtype="bfloat16", **options
+    )
+    whole = block(x, context=context)
+    error = np.linalg.norm(whole - expected) / np.linalg.norm(expected)
+    # Rows are rounded before each of the two products: by 2^-8 at most, each time.
+    assert error <= 2 * 2.0**-8
+    for threads in (1, 2, 3):
+        assert same_bits(block(x, context=context, num_threads=threads), whole)
+    if is_cross:  # rows that share a context do not depend on their number
+        few = block(x[:, :3], context=context)
+        assert few.shape == (2, 3, sizes["D"])
+
+
+def test_a_step_has_the_bits_of_the_prompt_s_projections():
+    sizes = BLOCKS["whole panels"]
+    block = AttentionBlock(*sizes.weights(), weight_dtype="bfloat16", norm=None)
+    x = random(30, 1, 9, 96)
+    caches = [KVCache(1, 16, num_kv_heads=2, head_dim=16) for _ in range(2)]
+    block(x, cache=caches[0])
+    for t in range(9):
+        block(x[:, t : t + 1], cache=caches[1])
+    for i in ("keys", "values"):
+        assert same_bits(*(getattr(cache, i)[:, :9] for cache in caches))
+
+
+def test_a_block_says_what_it_computes_in():
+    weights = Sizes(D=96, N=6, K=2, H=16).weights()
+    block = AttentionBlock(*weights, weight_dtype="bfloat16")
+    assert block.arithmetic == "bfloat16"
+    assert "arithmetic='bfloat16'" in repr(block)
+    for options in (
+        {},
+        {"weight_dtype": "int8"},
+        {"weight_dtype": "bfloat16", "arithmetic": "float32"},
+    ):
+        block = AttentionBlock(*weights, **options)
+        assert block.arithmetic == "float32"
+        assert "arithmetic" not in repr(block)
+    assert AttentionBlock(*(w.astype(np.float64) for w in weights)).arithmetic == "float64"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_stay_so_and_alone(bad):
+    x, w = random(1, 40, 64), random(2, 64, 48)
+    packed = _core.PackedMatrix(w, bfloat16=True)
+    clean = product(x, packed, 48)
+    x[5, 7] = bad
+    got = product(x, packed, 48)
+    assert not np.isfinite(got[5]).any()
+    assert same_bits(np.delete(got, 5, axis=0), np.delete(clean, 5, axis=0))
