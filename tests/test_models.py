@@ -103,6 +103,21 @@ def test_float64_agrees_with_float64_reference(folder, reference_embeddings):
 
 
 @models
+@pytest.mark.parametrize("weights, least", [("bfloat16", 0.9999), ("int8", 0.999), ("int4", 0.9)])
+def test_embeddings_of_weights_in_fewer_bits(model, folder, weights, least):
+    expected = model.encode(TEXTS)
+    small = MiniLM(folder, weights=weights)
+    assert {layer.attention.weight_dtype for layer in small.layers} == {weights}
+    cosines = (small.encode(TEXTS) * expected).sum(axis=1)
+    assert cosines.min() >= least
+    # The same rounded weights, in float64 but for them, are as near as those of float32 are.
+    reference = MiniLM(folder, reference=True, weights=weights)
+    np.testing.assert_allclose(
+        small.encode(TEXTS[:4]), reference.encode(TEXTS[:4]), rtol=0, atol=TOLERANCE
+    )
+
+
+@models
 def test_texts_are_long_and_short_enough(model):
     lengths = [len(encoding.ids) for encoding in model._tokenizer.encode_batch(TEXTS)]
     assert min(lengths) == 2  # the empty text: [CLS] [SEP]
@@ -179,7 +194,7 @@ def test_block_from_the_file_is_the_encoder_s(model, folder):
     for i in (0, 5):
         block = load_block(folder / "model.safetensors", layer=i)
         assert (block.num_heads, block.head_dim) == (12, 32)
-        expected = model._layers[i].attention(x, key_value_seq_lengths=lengths)
+        expected = model.layers[i].attention(x, key_value_seq_lengths=lengths)
         np.testing.assert_array_equal(block(x, key_value_seq_lengths=lengths), expected)
 
 

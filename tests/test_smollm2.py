@@ -1,15 +1,18 @@
 """A real language model end to end: SmolLM2's logits and text, and the program around them."""
 
+import itertools
 import math
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from benchmarks.models import smollm2
+from benchmarks.models import WEIGHTS, smollm2
 from benchmarks.models.fetch import SMOLLM2, fetch
 from benchmarks.models.smollm2 import (
     BYTES,
+    CACHES,
     DECODERS,
     SYSTEM,
     Config,
@@ -22,7 +25,11 @@ from benchmarks.models.smollm2 import (
     missing,
     reference_logits,
     rotate,
+    unpack,
+    with_tileattn,
 )
+from tests.oracle import same_bits
+from tileattn import QuantizedMatrix
 from tileattn.weights import WeightsError
 
 QUESTION = "How do I keep bread from going stale? Answer in two sentences."
@@ -50,6 +57,11 @@ decoders = pytest.mark.parametrize(
         for name in DECODERS
     ],
 )
+
+
+def perplexity_of(logits, tokens):
+    log_p = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    return math.exp(-np.mean(log_p[np.arange(len(tokens) - 1), tokens[1:]]))
 
 
 def differ(logits, expected):
@@ -103,19 +115,20 @@ def test_weights_are_laid_out_by_axes(weights):
     assert weights.embedding.shape == (49152, 576)
     assert len(weights.layers) == 30
     for layer in weights.layers:
-        shapes = {name: array.shape for name, array in vars(layer).items()}
+        floats = {name: value for name, value in vars(layer).items() if name != "matrices"}
+        shapes = {name: array.shape for name, array in floats.items()}
         assert shapes == {
             "attention_norm": (576,),
-            "w_q": (576, 9, 64),
-            "w_k": (576, 3, 64),
-            "w_v": (576, 3, 64),
-            "w_o": (9, 64, 576),
             "mlp_norm": (576,),
             "w_gate": (576, 1536),
             "w_up": (576, 1536),
             "w_down": (1536, 576),
         }
-        assert {array.dtype for array in vars(layer).values()} == {np.dtype(np.float32)}
+        w_q, w_k, w_v, w_o = layer.by_axes(weights.config)
+        assert (w_q.shape, w_o.shape) == ((576, 9, 64), (9, 64, 576))
+        assert w_k.shape == w_v.shape == (576, 3, 64)
+        for array in (*floats.values(), w_q, w_k, w_v, w_o):
+            assert array.dtype == np.float32
 
 
 @models
@@ -128,6 +141,47 @@ def test_logits_agree_with_float64_reference(weights, passage, name):
     logits = np.array([step(tokens[end - n : end]) for n, end in zip(chunks, ends, strict=True)])
     assert logits.dtype == np.float32
     assert differ(logits, expected[ends - 1]) < TOLERANCE
+
+
+@models
+def test_attention_s_matrices_are_the_file_s(folder, weights):
+    gguf = pytest.importorskip("gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / SMOLLM2.files[0]).tensors}
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output")
+    for i, layer in enumerate(weights.layers):
+        for part, matrix in zip(parts, layer.matrices(), strict=True):
+            tensor = tensors[f"blk.{i}.{part}.weight"]
+            assert (matrix.bits, matrix.group_size) == (4, 32)
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert same_bits(matrix.dequantize(), expected)
+
+
+@models
+def test_blocks_take_the_file_s_matrices_as_they_are(weights):
+    tracemalloc.start()
+    try:
+        step = with_tileattn(weights, "int4")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    H, D = 64, 576
+    count = (9 + 3 + 3 + 9) * H * D
+    # A layer at a time is unpacked to a byte each and the groups' numbers; not even w_q is beside
+    # it in float32.
+    assert most < count * (1 + 4 / 32) + 4 * 9 * H * D
+    for attention in step.attentions:
+        assert attention.block.weight_dtype == "int4"
+        # 4 bits each, and 2 float16 to 32 of them; whole panels of columns on each instruction set.
+        assert attention.block.nbytes == count * 5 // 8
+
+
+@models
+def test_logits_of_the_file_s_matrices_as_they_are(weights, passage):
+    tokens, expected = passage
+    step = with_tileattn(weights, "int4")
+    assert differ(step(tokens[:200]), expected[199]) < TOLERANCE
+    for t in range(200, 210):
+        assert differ(step(tokens[t : t + 1]), expected[t]) < TOLERANCE
 
 
 @models
@@ -156,10 +210,12 @@ def test_greedy_answer_is_that_of_the_reference(weights, tokenizer, answer, name
 def test_perplexity_of_english(weights, tokenizer):
     tokens = tokenizer.encode(PARAGRAPH)
     logits = reference_logits(weights, tokens)
-    log_p = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-    perplexity = math.exp(-np.mean(log_p[np.arange(len(tokens) - 1), tokens[1:]]))
+    exact = perplexity_of(logits, tokens)
     # 21; with RoPE's pairs half a head apart 146, without RoPE 169.
-    assert perplexity < 30
+    assert exact < 30
+    # The logarithm of a token's probability is off by twice what its logits are at most.
+    off = 2 * TOLERANCE * abs(logits).max()
+    assert with_tileattn(weights).perplexity(tokens) == pytest.approx(exact, rel=off)
 
 
 @models
@@ -252,6 +308,13 @@ def test_command_streams_the_answer(tokenizer, answer, capsys):
 
 
 @models
+def test_command_takes_weights_and_cache(answer, tokenizer, capsys):
+    arguments = ["--tokens", "12", "--weights", "int4", "--cache", "float16"]
+    assert main([QUESTION, *arguments]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(answer[1][:12]) + "\n"
+
+
+@models
 def test_command_compares_decoders(tokenizer, answer, capsys):
     assert main([QUESTION, "--tokens", "3", "--with", "numpy", "--compare", "--rounds", "2"]) == 0
     captured = capsys.readouterr()
@@ -293,9 +356,10 @@ def tiny_weights(N, K, H=6, D=24, F=28, vocabulary=50):
         return random.uniform(0.5, 2, D).astype(np.float32)
 
     def layer():
+        rows = [normal(D, heads * H).T for heads in (N, K, K)] + [normal(N * H, D).T / 2]
+        matrices = [QuantizedMatrix.from_float(w, bits=4) for w in rows]
         return Layer(
-            norm(), normal(D, N, H), normal(D, K, H), normal(D, K, H), normal(N, H, D) / 2,
-            norm(), normal(D, F), normal(D, F), normal(F, D),
+            norm(), lambda: matrices, norm(), normal(D, F), normal(D, F), normal(F, D)
         )  # fmt: skip
 
     config = Config(num_layers=2, num_heads=N, num_kv_heads=K, theta=100.0, eps=1e-5, context=200)
@@ -332,6 +396,41 @@ def test_decoder_forgets(name, length):
     logits = step(tokens[100:130])
     expected = reference_logits(weights, tokens[:length] + tokens[100:130])[-1]
     assert differ(logits, expected) < 100 * 2.0**-24
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 29, 30, 31])
+def test_perplexity_is_that_of_the_reference(chunk, monkeypatch):
+    monkeypatch.setattr(smollm2, "CHUNK", chunk)
+    weights = tiny_weights(4, 2)
+    tokens = np.random.default_rng(3).integers(50, size=31).tolist()
+    exact = perplexity_of(reference_logits(weights, tokens), tokens)
+    # Of logits below 16, as in the tests above.
+    assert DECODERS["numpy"](weights).perplexity(tokens) == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("kept", list(itertools.product(WEIGHTS, CACHES)))
+def test_blocks_and_caches_are_kept_as_is_said(kept):
+    weights = tiny_weights(4, 2)
+    step = with_tileattn(weights, *kept)
+    for attention in step.attentions:
+        assert attention.block.weight_dtype == (None if kept[0] == "float32" else kept[0])
+        assert attention.cache.dtype == kept[1]
+    step([3, 1, 4])
+    logits = step([1])
+    # 8 bits of a weight, key or value are good for 2^-8 of it, and here for little more of all.
+    assert differ(logits, reference_logits(weights, [3, 1, 4, 1])[-1]) < 0.03
+
+
+def test_unpacking_finds_each_value():
+    random = np.random.default_rng(0)
+    values = random.integers(16, size=(3, 2, 32), dtype=np.uint8)
+    numbers = random.normal(size=(3, 2, 2)).astype("<f2")
+    blocks = np.empty((3, 2, 20), np.uint8)
+    blocks[..., :4] = numbers.view(np.uint8)
+    blocks[..., 4:] = values[..., :16] + 16 * values[..., 16:]
+    scales, minima = (numbers[..., i, None].astype(np.float32) for i in (0, 1))
+    expected = (values * scales + minima).reshape(3, 64)
+    assert same_bits(unpack(blocks.reshape(3, 40)).dequantize(), expected)
 
 
 @pytest.mark.parametrize("name", ["tileattn", "numpy"])
@@ -441,6 +540,9 @@ def test_errors_of_the_command(capsys, monkeypatch):
     command_fails(capsys, ["q", "--rounds", "0"], "--rounds is 0")
     command_fails(capsys, ["q", "--top-p", "2"], "top_p is 2.0")
     command_fails(capsys, ["q", "--temperature", "-1"], "temperature is -1.0")
+    message = "--weights and --cache are tileattn's, not --with numpy's"
+    command_fails(capsys, ["q", "--with", "numpy", "--weights", "int4"], message)
+    command_fails(capsys, ["q", "--with", "numpy", "--cache", "float16"], message)
 
 
 def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):

@@ -27,6 +27,7 @@ from numpy.polynomial import Chebyshev, Polynomial
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import tileattn.reference
+from benchmarks.models import WEIGHTS
 from benchmarks.models.fetch import MINILM, FetchError, fetch
 from tileattn.weights import WeightsError, load_tensors
 
@@ -116,6 +117,13 @@ class MiniLM:
         Of the computation and of the embeddings.
     reference : bool
         Use `tileattn.reference` in place of the block and LayerNorm.
+    weights : str
+        One of WEIGHTS: what the blocks keep theirs as. "float32" leaves them in `dtype`.
+
+    Attributes
+    ----------
+    layers : list
+        Each with its `attention`, an AttentionBlock or the reference.
 
     Raises
     ------
@@ -126,7 +134,12 @@ class MiniLM:
     """
 
     def __init__(
-        self, folder: Path, dtype: DTypeLike = np.float32, *, reference: bool = False
+        self,
+        folder: Path,
+        dtype: DTypeLike = np.float32,
+        *,
+        reference: bool = False,
+        weights: str = "float32",
     ) -> None:
         folder = Path(folder)
         self.dtype = np.dtype(dtype)
@@ -153,10 +166,10 @@ class MiniLM:
             + tensor("embeddings.token_type_embeddings.weight")[0]
         )
         self._norm = use_norm(norm("embeddings.LayerNorm"))
-        self._layers = []
+        self.layers = []
         for i in range(config["num_hidden_layers"]):
             name = f"encoder.layer.{i}"
-            self._layers.append(
+            self.layers.append(
                 _Layer(
                     attention=make_attention(
                         w_q=tensor(f"{name}.attention.self.query.weight"),
@@ -169,6 +182,7 @@ class MiniLM:
                         b_o=tensor(f"{name}.attention.output.dense.bias"),
                         num_heads=config["num_attention_heads"],
                         norm=norm(f"{name}.attention.output.LayerNorm"),
+                        weight_dtype=None if weights == "float32" else weights,
                     ),
                     w_1=tensor(f"{name}.intermediate.dense.weight").T,
                     b_1=tensor(f"{name}.intermediate.dense.bias"),
@@ -209,7 +223,7 @@ class MiniLM:
         for row, ids in zip(ids_BT, tokens, strict=True):
             row[: len(ids)] = ids
         x_BTD = self._norm(self._words[ids_BT] + self._positions[:T])
-        for layer in self._layers:
+        for layer in self.layers:
             x_BTD = layer(x_BTD, lengths)
         inside_BT1 = (np.arange(T) < lengths[:, None])[..., None]
         mean_BD = np.sum(x_BTD, axis=1, where=inside_BT1) / lengths[:, None].astype(self.dtype)
@@ -218,7 +232,7 @@ class MiniLM:
 
 
 def _reference_attention(
-    *, num_heads: int, norm: tileattn.LayerNorm, **linear: Array
+    *, num_heads: int, norm: tileattn.LayerNorm, weight_dtype: Any, **linear: Array
 ) -> Callable[..., Array]:
     """Like AttentionBlock.from_linear, but computing by `tileattn.reference`."""
 
@@ -232,7 +246,7 @@ def _reference_attention(
     def attention(x: Array, *, key_value_seq_lengths: ArrayLike) -> Array:
         return tileattn.reference.attention_block(
             x, w_q, w_k, w_v, w_o, **biases, b_o=linear["b_o"], norm=norm,
-            key_value_seq_lengths=key_value_seq_lengths,
+            weight_dtype=weight_dtype, key_value_seq_lengths=key_value_seq_lengths,
         )  # fmt: skip
 
     return attention
@@ -338,7 +352,7 @@ def _read_passages(file: str) -> list[Passage]:
         raise _CommandError(f"{file}: {error.strerror}") from None
 
 
-def _run(question: str, files: list[str], top: int) -> None:
+def _run(question: str, files: list[str], top: int, weights: str) -> None:
     if not question.strip():
         raise _CommandError("the question is empty")
     if top < 1:
@@ -346,7 +360,7 @@ def _run(question: str, files: list[str], top: int) -> None:
     passages = [passage for file in files for passage in _read_passages(file)]
     if not passages:
         raise _CommandError("the files hold no text")
-    model = MiniLM(fetch(MINILM))
+    model = MiniLM(fetch(MINILM), weights=weights)
     for score, passage in best_passages(model, question, passages, top):
         print(f"{score:.3f}  {passage.file}:{passage.line}")
         print(textwrap.indent(textwrap.fill(passage.text, 92), "    "))
@@ -361,9 +375,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("question")
     parser.add_argument("files", metavar="FILE", nargs="+", help="UTF-8 text")
     parser.add_argument("--top", type=int, default=5, help="passages to print (default: 5)")
+    parser.add_argument("--weights", choices=WEIGHTS, default="float32",
+                        help="what attention's weights are kept as (default: float32)")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
-        _run(options.question, options.files, options.top)
+        _run(options.question, options.files, options.top, options.weights)
     except (_CommandError, FetchError, WeightsError, ImportError) as error:
         print(f"minilm: {error}", file=sys.stderr)
         return 2

@@ -3,8 +3,9 @@
     python -m benchmarks.models.smollm2 "How do I keep bread fresh?"
 
 streams the model's answer, and then says how many tokens a second it read and wrote; --compare
-answers, and measures every decoder on that answer. The model is a Llama with 30 layers, D = 576,
-N = 9, K = 3, H = 64; with X' = RMSNorm(X), each layer is
+answers, and measures every decoder on that answer. --weights and --cache say what the blocks keep
+their weights and the K/V cache as; `benchmarks.models.precisions` measures what each costs. The
+model is a Llama with 30 layers, D = 576, N = 9, K = 3, H = 64; with X' = RMSNorm(X), each layer is
 
     X = X + softmax(Q K^T / sqrt(H)) V W_O          causal, Q K V from X', Q and K turned by RoPE
     X = X + (silu(X' W_gate) * (X' W_up)) W_down    silu(x) = x / (1 + exp(-x))
@@ -15,6 +16,10 @@ and the next token's logits are X' E^T, where E is the table that the tokens' ve
 at a time. It leaves the first of the two lines to an `Attention`, which also keeps the K/V cache,
 so that attention can be exchanged (`--with`) and all else stays equal. The peers, which compute the
 whole model in PyTorch, are in `smollm2_torch`.
+
+The file has the matrices in 4 bits a weight (Q4_1), and the table in 8. tileattn's blocks take the
+former as they are. The second line and the logits are NumPy's, which multiplies floats only: there
+the weights are unpacked to float32, once, whatever attention keeps.
 """
 
 import argparse
@@ -35,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tileattn
+from benchmarks.models import WEIGHTS
 from benchmarks.models.fetch import SMOLLM2, FetchError, fetch
 from benchmarks.rounds import Turn, interleave, ratio
 from tileattn.weights import WeightsError
@@ -42,6 +48,7 @@ from tileattn.weights import WeightsError
 Array = NDArray[Any]
 
 CHUNK = 512  # tokens of a prompt computed at once, which bounds the scores' memory
+CACHES = ("float32", "bfloat16", "float16")  # what keys and values may be kept as
 
 
 # ---------------------------------------------------------------- the weights
@@ -59,24 +66,36 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
+    """A layer's weights: attention's as the file has them, all others in float32.
+
+    The rows of w_q and w_k stand in the order of the file, in which RoPE turns the pairs (0, 1),
+    (2, 3), ... of a head; the model's authors pair 0 with H / 2, 1 with H / 2 + 1, and so on.
+    """
+
     attention_norm: Array  # [D]
-    w_q: Array  # [D, N, H]
-    w_k: Array  # [D, K, H]
-    w_v: Array  # [D, K, H]
-    w_o: Array  # [N, H, D]
+    # w_q[N H, D], w_k[K H, D], w_v[K H, D], w_o[D, N H], unpacked from the file by each call: no
+    # copy is kept of what a block packs again.
+    matrices: Callable[[], Sequence[tileattn.QuantizedMatrix]]
     mlp_norm: Array  # [D]
     w_gate: Array  # [D, F]
     w_up: Array  # [D, F]
     w_down: Array  # [F, D]
 
+    def by_axes(self, config: Config) -> tuple[Array, Array, Array, Array]:
+        """w_q[D, N, H], w_k[D, K, H], w_v[D, K, H] and w_o[N, H, D], in float32."""
+        w_q, w_k, w_v, w_o = (matrix.dequantize().T for matrix in self.matrices())
+        D, N, K = len(w_q), config.num_heads, config.num_kv_heads
+        return (
+            w_q.reshape(D, N, -1),
+            w_k.reshape(D, K, -1),
+            w_v.reshape(D, K, -1),
+            w_o.reshape(N, -1, D),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Everything that was learnt, in float32.
-
-    The columns of w_q and w_k stand in the order of the file, in which RoPE turns the pairs (0, 1),
-    (2, 3), ... of a head; the model's authors pair 0 with H / 2, 1 with H / 2 + 1, and so on.
-    """
+    """Everything that was learnt."""
 
     config: Config
     embedding: Array  # [vocabulary, D]
@@ -107,10 +126,19 @@ def load(folder: Path) -> tuple[Weights, "Tokenizer"]:
             raise WeightsError(f"{path}: has no {key}")
         return reader.fields[key].contents()
 
-    def tensor(name: str) -> Array:
+    def stored(name: str) -> tuple[Array, Any]:
         if name not in tensors:
             raise WeightsError(f"{path}: the tensor {name} is missing")
-        return gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+        return tensors[name].data, tensors[name].tensor_type
+
+    def tensor(name: str) -> Array:
+        return gguf.dequantize(*stored(name))
+
+    def blocks(name: str) -> Array:
+        data, kind = stored(name)
+        if kind != gguf.GGMLQuantizationType.Q4_1:
+            raise WeightsError(f"{path}: the tensor {name} is {kind.name}, expected Q4_1")
+        return data
 
     config = Config(
         num_layers=field("llama.block_count"),
@@ -126,24 +154,33 @@ def load(folder: Path) -> tuple[Weights, "Tokenizer"]:
         merges=field("tokenizer.ggml.merges"),
         special=[i for i, kind in enumerate(field("tokenizer.ggml.token_type")) if kind == control],
     )
-    return _arrange(config, tensor), tokenizer
+    return _arrange(config, tensor, blocks), tokenizer
 
 
-def _arrange(config: Config, tensor: Callable[[str], Array]) -> Weights:
-    """Lay the file's [out, in] matrices out by axes; all are views."""
-    embedding = tensor("token_embd.weight")
-    D = embedding.shape[1]
+def unpack(blocks: Array) -> tileattn.QuantizedMatrix:
+    """The matrix [out, in] of uint8[out, in / 32 * 20], GGUF's Q4_1, value for value.
+
+    Each 32 weights of a row are 20 bytes: the scale and the minimum in float16, then bytes with
+    the values of the weights 0 to 15 in their lower halves and of 16 to 31 in their upper ones.
+    """
+    of_groups = blocks.reshape(len(blocks), -1, 20)
+    scales, minima = np.moveaxis(np.ascontiguousarray(of_groups[..., :4]).view("<f2"), -1, 0)
+    pairs = of_groups[..., 4:]
+    values = np.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(len(blocks), -1)
+    return tileattn.QuantizedMatrix(values, scales, minima, bits=4, group_size=32)
+
+
+def _arrange(
+    config: Config, tensor: Callable[[str], Array], blocks: Callable[[str], Array]
+) -> Weights:
+    """Gather the file's tensors; of its [out, in] matrices those of float32 are transposed."""
 
     def layer(name: str) -> Layer:
-        def heads(part: str, count: int) -> Array:
-            return tensor(f"{name}.{part}.weight").T.reshape(D, count, -1)
-
+        parts = ("attn_q", "attn_k", "attn_v", "attn_output")
+        stored = [blocks(f"{name}.{part}.weight") for part in parts]
         return Layer(
             attention_norm=tensor(f"{name}.attn_norm.weight"),
-            w_q=heads("attn_q", config.num_heads),
-            w_k=heads("attn_k", config.num_kv_heads),
-            w_v=heads("attn_v", config.num_kv_heads),
-            w_o=tensor(f"{name}.attn_output.weight").T.reshape(config.num_heads, -1, D),
+            matrices=lambda: [unpack(each) for each in stored],
             mlp_norm=tensor(f"{name}.ffn_norm.weight"),
             w_gate=tensor(f"{name}.ffn_gate.weight").T,
             w_up=tensor(f"{name}.ffn_up.weight").T,
@@ -151,7 +188,7 @@ def _arrange(config: Config, tensor: Callable[[str], Array]) -> Weights:
         )
 
     layers = [layer(f"blk.{i}") for i in range(config.num_layers)]
-    return Weights(config, embedding, layers, tensor("output_norm.weight"))
+    return Weights(config, tensor("token_embd.weight"), layers, tensor("output_norm.weight"))
 
 
 def _import(package: str) -> Any:
@@ -273,10 +310,11 @@ def reference_logits(weights: Weights, tokens: Sequence[int]) -> Array:
     future_TS = positions > positions[:, None]
     x_TD = weights.embedding[tokens].astype(np.float64)
     for layer in weights.layers:
+        w_q, w_k, w_v, w_o = layer.by_axes(config)
         h_TD = rms_norm(x_TD, layer.attention_norm, config.eps)
-        q_TNH = rotate(np.tensordot(h_TD, layer.w_q, axes=1), positions, config.theta)
-        k_SKH = rotate(np.tensordot(h_TD, layer.w_k, axes=1), positions, config.theta)
-        v_SKH = np.tensordot(h_TD, layer.w_v, axes=1)
+        q_TNH = rotate(np.tensordot(h_TD, w_q, axes=1), positions, config.theta)
+        k_SKH = rotate(np.tensordot(h_TD, w_k, axes=1), positions, config.theta)
+        v_SKH = np.tensordot(h_TD, w_v, axes=1)
         N, H = q_TNH.shape[1:]
         q_TKGH = q_TNH.reshape(T, K, N // K, H)
         score_KGTS = np.einsum("tkgh,skh->kgts", q_TKGH, k_SKH) / math.sqrt(H)
@@ -284,7 +322,7 @@ def reference_logits(weights: Weights, tokens: Sequence[int]) -> Array:
         share_KGTS = np.exp(score_KGTS - score_KGTS.max(axis=-1, keepdims=True))
         share_KGTS /= share_KGTS.sum(axis=-1, keepdims=True)
         y_TKGH = np.einsum("kgts,skh->tkgh", share_KGTS, v_SKH)
-        x_TD = x_TD + np.tensordot(y_TKGH.reshape(T, N, H), layer.w_o, axes=2)
+        x_TD = x_TD + np.tensordot(y_TKGH.reshape(T, N, H), w_o, axes=2)
         x_TD = x_TD + swiglu(rms_norm(x_TD, layer.mlp_norm, config.eps), layer)
     return rms_norm(x_TD, weights.norm, config.eps) @ weights.embedding.T
 
@@ -321,40 +359,61 @@ class TileattnAttention:
     config : Config
     rope : Rope
         Layers that share one share its table of cos and sin.
+    weights : str
+        One of WEIGHTS: "int4" takes the file's as they are; the others come from their float32.
+    cache : str
+        One of CACHES.
+
+    Attributes
+    ----------
+    block : AttentionBlock
+    cache : KVCache
     """
 
-    def __init__(self, layer: Layer, config: Config, rope: tileattn.Rope) -> None:
-        self._block = tileattn.AttentionBlock(
-            layer.w_q,
-            layer.w_k,
-            layer.w_v,
-            layer.w_o,
+    def __init__(
+        self,
+        layer: Layer,
+        config: Config,
+        rope: tileattn.Rope,
+        weights: str = "float32",
+        cache: str = "float32",
+    ) -> None:
+        matrices: Sequence[Any] = layer.matrices()
+        if weights != "int4":
+            matrices = [matrix.dequantize() for matrix in matrices]
+        self.block = tileattn.AttentionBlock.from_linear(
+            *matrices,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            weight_dtype=None if weights == "float32" else weights,
             norm=tileattn.RMSNorm(layer.attention_norm, config.eps),
             norm_position="pre",
             rope=rope,
             is_causal=True,
         )
         # Memory that no token has reached yet is not occupied.
-        self._cache = tileattn.KVCache(1, config.context, config.num_kv_heads, self._block.head_dim)
+        self.cache = tileattn.KVCache(
+            1, config.context, config.num_kv_heads, self.block.head_dim, dtype=cache
+        )
 
     def __call__(self, x_TD: Array) -> Array:
-        return self._block(x_TD, cache=self._cache)
+        return self.block(x_TD, cache=self.cache)
 
     def truncate(self, length: int) -> None:
-        self._cache.truncate(length)
+        self.cache.truncate(length)
 
 
 class NumpyAttention:
     """A layer's attention in plain NumPy, with a K/V cache that doubles when it is full."""
 
     def __init__(self, layer: Layer, config: Config) -> None:
-        D, self._N, H = layer.w_q.shape
+        *w_qkv, w_o = layer.by_axes(config)
+        D, self._N, H = w_qkv[0].shape
         self._K = config.num_kv_heads
         self._config = config
         self._norm = layer.attention_norm
-        matrices = [w.reshape(D, -1) for w in (layer.w_q, layer.w_k, layer.w_v)]
-        self._w_qkv = np.concatenate(matrices, axis=1)
-        self._w_o = layer.w_o.reshape(-1, D)
+        self._w_qkv = np.concatenate([w.reshape(D, -1) for w in w_qkv], axis=1)
+        self._w_o = w_o.reshape(-1, D)
         self._cache_2KSH = np.empty((2, self._K, 64, H), np.float32)
         self._length = 0
 
@@ -396,38 +455,61 @@ class Decoder:
     weights : Weights
     make_attention : callable
         Given a `Layer` and the `Config`, returns an `Attention` that has seen no token yet.
+
+    Attributes
+    ----------
+    attentions : list of Attention
+        The layers'.
     """
 
     def __init__(
         self, weights: Weights, make_attention: Callable[[Layer, Config], Attention]
     ) -> None:
         self._weights = weights
-        self._attentions = [make_attention(layer, weights.config) for layer in weights.layers]
+        self.attentions = [make_attention(layer, weights.config) for layer in weights.layers]
 
     def __call__(self, tokens: Sequence[int]) -> Array:
         if not len(tokens):
             raise ValueError("tokens is empty, expected at least one")
         for start in range(0, len(tokens), CHUNK):
-            last_D = self._advance(tokens[start : start + CHUNK])
-        return self._weights.embedding @ last_D
+            last_D = self._advance(tokens[start : start + CHUNK])[-1]
+        return self._weights.embedding @ self._normalise(last_D)
+
+    def perplexity(self, tokens: Sequence[int]) -> float:
+        """Of each token after those before it, but for the first, which follows nothing."""
+        total = 0.0
+        for start in range(0, len(tokens) - 1, CHUNK):
+            following = tokens[start + 1 : start + 1 + CHUNK]
+            x_TD = self._advance(tokens[start : start + len(following)])
+            logits = self._normalise(x_TD) @ self._weights.embedding.T
+            of_following = logits[np.arange(len(following)), following]
+            top = logits.max(axis=1)
+            logits -= top[:, None]
+            sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
+            total += float(np.sum(np.log(sums) + top - of_following))
+        return math.exp(total / (len(tokens) - 1))
 
     def truncate(self, length: int) -> None:
-        for attention in self._attentions:
+        for attention in self.attentions:
             attention.truncate(length)
 
     def _advance(self, tokens: Sequence[int]) -> Array:
-        """Return the last token's vector after the final norm."""
+        """Return the tokens' vectors [T, D] before the final norm."""
         weights, eps = self._weights, self._weights.config.eps
         x_TD = weights.embedding[tokens]
-        for layer, attention in zip(weights.layers, self._attentions, strict=True):
+        for layer, attention in zip(weights.layers, self.attentions, strict=True):
             x_TD = attention(x_TD)
             x_TD = x_TD + swiglu(rms_norm(x_TD, layer.mlp_norm, eps), layer)
-        return rms_norm(x_TD[-1], weights.norm, eps)
+        return x_TD
+
+    def _normalise(self, x: Array) -> Array:
+        return rms_norm(x, self._weights.norm, self._weights.config.eps)
 
 
-def _with_tileattn(weights: Weights) -> Step:
-    rope = tileattn.Rope(theta=weights.config.theta, interleaved=True)
-    return Decoder(weights, partial(TileattnAttention, rope=rope))
+def with_tileattn(model: Weights, weights: str = "float32", cache: str = "float32") -> Decoder:
+    """The model with tileattn's blocks, which keep their weights and cache as is said."""
+    rope = tileattn.Rope(theta=model.config.theta, interleaved=True)
+    return Decoder(model, partial(TileattnAttention, rope=rope, weights=weights, cache=cache))
 
 
 def _with_numpy(weights: Weights) -> Step:
@@ -447,7 +529,7 @@ def _with_transformers(weights: Weights) -> Step:
 
 
 DECODERS: Mapping[str, Callable[[Weights], Step]] = {
-    "tileattn": _with_tileattn,
+    "tileattn": with_tileattn,
     "numpy": _with_numpy,
     "torch": _with_torch,
     "transformers": _with_transformers,
@@ -552,8 +634,8 @@ def _compare(weights: Weights, prompt: Sequence[int], answer: Sequence[int], rou
     scale = abs(logits[ours]).max()
     turns: dict[tuple[str, str], Turn] = {}
     for name, step in steps.items():
-        turns[name, "prompt"] = _turn(step, 0, chunks[:1])
-        turns[name, "answer"] = _turn(step, len(prompt), chunks[1:])
+        turns[name, "prompt"] = timed_steps(step, 0, chunks[:1])
+        turns[name, "answer"] = timed_steps(step, len(prompt), chunks[1:])
     seconds = interleave(turns, rounds)
 
     print(f"Prompt of {len(prompt)} tokens, answer of {len(answer)}; medians of {rounds} rounds.")
@@ -571,7 +653,7 @@ def _compare(weights: Weights, prompt: Sequence[int], answer: Sequence[int], rou
         print(f"{line}  {abs(logits[name] - logits[ours]).max() / scale:.1e}")
 
 
-def _turn(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Turn:
+def timed_steps(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Turn:
     """The seconds that chunks take behind the first `length` tokens that the step has seen."""
 
     def turn() -> float:
@@ -590,6 +672,8 @@ def _run(options: argparse.Namespace) -> None:
     for name in ("tokens", "rounds"):
         if (value := getattr(options, name)) < 1:
             raise _CommandError(f"--{name} is {value}, expected at least 1")
+    if options.decoder != "tileattn" and (options.weights, options.cache) != ("float32",) * 2:
+        raise _CommandError(f"--weights and --cache are tileattn's, not --with {options.decoder}'s")
     if absent := " ".join(missing(options.decoder)):
         raise _CommandError(f"--with {options.decoder} needs more: pip install {absent}")
     try:
@@ -604,7 +688,10 @@ def _run(options: argparse.Namespace) -> None:
         raise _CommandError(
             f"the prompt has {len(prompt)} tokens, expected less than {weights.config.context}"
         )
-    step = DECODERS[options.decoder](weights)
+    if options.decoder == "tileattn":
+        step: Step = with_tileattn(weights, options.weights, options.cache)
+    else:
+        step = DECODERS[options.decoder](weights)
     limit = min(options.tokens, room)
     tokens = _Stopwatch(generate(step, prompt, sampler, tokenizer.stops, limit))
     for piece in tokenizer.stream(tokens):
@@ -626,6 +713,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--with", dest="decoder", choices=DECODERS, default="tileattn",
                         help="what computes attention; with torch and transformers, what computes "
                         "the whole model (default: tileattn)")  # fmt: skip
+    parser.add_argument("--weights", choices=WEIGHTS, default="float32",
+                        help="what tileattn's blocks keep their weights as; int4 is the file's "
+                        "own 4 bits as they are (default: float32)")  # fmt: skip
+    parser.add_argument("--cache", choices=CACHES, default="float32",
+                        help="what they keep keys and values as (default: float32)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=256,
                         help="the most to generate (default: 256)")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0,

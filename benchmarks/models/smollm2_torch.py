@@ -14,14 +14,19 @@ import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
-    from benchmarks.models.smollm2 import Array, Layer, Weights
+    from benchmarks.models.smollm2 import Array, Config, Layer, Weights
 
 Tensor = torch.Tensor
 
 
 def _linear(w: Array) -> Tensor:
-    """[D, ...] as `linear` wants it: [out, D], which is how the file has it."""
-    return torch.from_numpy(w.reshape(len(w), -1).T)
+    """[in, out] as `linear` wants it: [out, in], which is how the file has it."""
+    return torch.from_numpy(w.T)
+
+
+def _attention(layer: Layer) -> list[Tensor]:
+    """w_q, w_k, w_v and w_o as `linear` wants them."""
+    return [torch.from_numpy(matrix.dequantize()) for matrix in layer.matrices()]
 
 
 class TorchDecoder:
@@ -29,12 +34,12 @@ class TorchDecoder:
 
     def __init__(self, weights: Weights) -> None:
         config = weights.config
-        D, _, H = weights.layers[0].w_q.shape
+        H = weights.layers[0].matrices()[0].shape[0] // config.num_heads
         self._eps = config.eps
         self._embedding = torch.from_numpy(weights.embedding)
         self._norm = torch.tensor(weights.norm)
         self._layers = [
-            _TorchLayer(layer, (1, config.num_kv_heads, config.context, H), D, config.eps)
+            _TorchLayer(layer, (1, config.num_kv_heads, config.context, H), config)
             for layer in weights.layers
         ]
         frequencies = config.theta ** (-np.arange(0, H, 2) / H)
@@ -61,15 +66,15 @@ class TorchDecoder:
 
 
 class _TorchLayer:
-    def __init__(self, layer: Layer, cache: tuple[int, ...], D: int, eps: float) -> None:
-        self._shape, self._eps = (D,), eps
+    def __init__(self, layer: Layer, cache: tuple[int, ...], config: Config) -> None:
+        self._shape, self._eps = layer.attention_norm.shape, config.eps
         self._attention_norm = torch.tensor(layer.attention_norm)
-        self._w_qkv = torch.cat([_linear(w) for w in (layer.w_q, layer.w_k, layer.w_v)])
-        self._w_o = torch.from_numpy(layer.w_o.reshape(-1, D).T)
+        *w_qkv, self._w_o = _attention(layer)
+        self._w_qkv = torch.cat(w_qkv)
         self._mlp_norm = torch.tensor(layer.mlp_norm)
         self._w_gate, self._w_up = _linear(layer.w_gate), _linear(layer.w_up)
         self._w_down = _linear(layer.w_down)
-        self._heads = (*layer.w_q.shape[1:], cache[1])
+        self._heads = (config.num_heads, cache[-1], config.num_kv_heads)
         self._keys, self._values = torch.empty(cache), torch.empty(cache)
 
     def __call__(self, x_TD: Tensor, start: int, turns: Tensor, mask: Tensor | None) -> Tensor:
@@ -121,22 +126,23 @@ class TransformersDecoder:
 def llama(weights: Weights) -> Any:
     """Return transformers' LlamaForCausalLM with these weights."""
     config = weights.config
-    D, N, H = weights.layers[0].w_q.shape
+    H = weights.layers[0].matrices()[0].shape[0] // config.num_heads
 
-    def halves(w_DNH: Array) -> Tensor:  # pairs half a head apart, as transformers turns them
-        return _linear(np.concatenate([w_DNH[..., 0::2], w_DNH[..., 1::2]], axis=-1))
+    def halves(w: Tensor) -> Tensor:  # pairs half a head apart, as transformers turns them
+        return w.view(-1, H // 2, 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
 
     state = {
         "model.embed_tokens.weight": torch.from_numpy(weights.embedding),
         "model.norm.weight": torch.tensor(weights.norm),
     }
     for i, layer in enumerate(weights.layers):
+        w_q, w_k, w_v, w_o = _attention(layer)
         for name, tensor in {
             "input_layernorm": torch.tensor(layer.attention_norm),
-            "self_attn.q_proj": halves(layer.w_q),
-            "self_attn.k_proj": halves(layer.w_k),
-            "self_attn.v_proj": _linear(layer.w_v),
-            "self_attn.o_proj": torch.from_numpy(layer.w_o.reshape(-1, D).T),
+            "self_attn.q_proj": halves(w_q),
+            "self_attn.k_proj": halves(w_k),
+            "self_attn.v_proj": w_v,
+            "self_attn.o_proj": w_o,
             "post_attention_layernorm": torch.tensor(layer.mlp_norm),
             "mlp.gate_proj": _linear(layer.w_gate),
             "mlp.up_proj": _linear(layer.w_up),
@@ -147,10 +153,10 @@ def llama(weights: Weights) -> Any:
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=len(weights.embedding),
-            hidden_size=D,
+            hidden_size=weights.embedding.shape[1],
             intermediate_size=layer.w_gate.shape[1],
             num_hidden_layers=config.num_layers,
-            num_attention_heads=N,
+            num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
             head_dim=H,
             rms_norm_eps=config.eps,
