@@ -10,8 +10,8 @@ import zipfile
 import numpy as np
 import pytest
 
+from benchmarks.models import WEIGHTS, minilm, precisions
 from benchmarks.models import fetch as fetching
-from benchmarks.models import minilm
 from benchmarks.models.fetch import MINILM, FetchError, Package, fetch
 from benchmarks.models.minilm import MiniLM, best_passages, gelu, main, split_passages
 from tileattn.weights import WeightsError, load_block
@@ -324,6 +324,34 @@ def test_errors_of_the_command(tmp_path, capsys, monkeypatch):
     command_fails(capsys, ["q", str(tmp_path)], "Is a directory")
     command_fails(capsys, ["q", str(binary)], "binary: is not UTF-8 text")
     command_fails(capsys, ["q", str(blank)], "the files hold no text")
+
+
+def test_errors_of_the_comparing_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(precisions, "fetch", lambda package: pytest.fail("fetched in vain"))
+    (tmp_path / "blank").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for arguments, match in (
+        (["--rounds", "0"], "--rounds is 0, expected at least 1"),
+        (["--text", str(tmp_path / "no")], "no: No such file"),
+        (["--text", str(tmp_path / "binary")], "binary: is not UTF-8 text"),
+        (["--text", str(tmp_path / "blank")], "the text is empty"),
+    ):
+        assert precisions.main(["minilm", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("precisions: ")
+        assert match in captured.err
+
+
+@models
+def test_comparing_command_prints_each_precision(tmp_path, capsys):
+    (tmp_path / "text").write_text("\n\n".join(PASSAGES.values()))
+    assert precisions.main(["minilm", "--rounds", "1", "--text", str(tmp_path / "text")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]]
+    assert [row[0] for row in rows] == list(WEIGHTS)
+    cosines, megabytes = ([float(row[i]) for row in rows] for i in (1, -1))
+    assert cosines[0] == pytest.approx(1, abs=TOLERANCE)
+    assert megabytes == sorted(megabytes, reverse=True)
 
 
 def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from benchmarks.models import WEIGHTS, smollm2
+from benchmarks.models import WEIGHTS, precisions, smollm2
 from benchmarks.models.fetch import SMOLLM2, fetch
 from benchmarks.models.smollm2 import (
     BYTES,
@@ -184,6 +184,28 @@ def test_logits_of_the_file_s_matrices_as_they_are(weights, passage):
         assert differ(step(tokens[t : t + 1]), expected[t]) < TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def text(tokenizer):
+    """1024 tokens of this project's own text."""
+    tokens = tokenizer.encode(precisions.README.read_text("utf-8"))[:1024]
+    assert len(tokens) == 1024
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def perplexity(weights, text):
+    return with_tileattn(weights).perplexity(text)
+
+
+@models
+@pytest.mark.parametrize(
+    "kept", [*((name, "float32") for name in WEIGHTS[1:]), *(("int4", name) for name in CACHES[1:])]
+)
+def test_fewer_bits_hardly_change_the_perplexity(weights, text, perplexity, kept):
+    # Of 2048 tokens by 0.03% at most.
+    assert abs(with_tileattn(weights, *kept).perplexity(text) / perplexity - 1) < 0.003
+
+
 @models
 @decoders
 @pytest.mark.parametrize("chunks", [[256], [255, 1], [17, 100, 39, 100]])
@@ -328,6 +350,26 @@ def test_command_compares_decoders(tokenizer, answer, capsys):
         assert float(row[1]) > 0
         assert float(row[-1]) < 2 * TOLERANCE
     assert captured.err.startswith("numpy: prompt")
+
+
+@models
+def test_precisions_are_compared(weights, tmp_path, capsys, monkeypatch):
+    row = ("int4", "bfloat16")
+    held = precisions._resident_alone(row, [1, 2, 3])
+    in_float32 = [weights.embedding]
+    in_float32 += [w for layer in weights.layers for w in (layer.w_gate, layer.w_up, layer.w_down)]
+    assert 1 < held / sum(w.nbytes for w in in_float32) < 2
+    monkeypatch.setattr(precisions, "SMOLLM2_ROWS", [("float32", "float32"), row])
+    monkeypatch.setattr(precisions, "_resident_alone", lambda *_: held)
+    (tmp_path / "text").write_text(PARAGRAPH)
+    assert precisions.main(["smollm2", "--rounds", "2", "--text", str(tmp_path / "text")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]]
+    assert [tuple(each[:2]) for each in rows] == precisions.SMOLLM2_ROWS
+    assert (rows[0][2], rows[0][4], rows[0][6]) == ("+0.000%", "1.00x", "1.00x")
+    assert [each[7] for each in rows] == ["106.2", "16.6"]
+    (tmp_path / "text").write_text("Too short.")
+    assert precisions.main(["smollm2", "--text", str(tmp_path / "text")]) == 2
+    assert "expected more than 32" in capsys.readouterr().err
 
 
 @models
