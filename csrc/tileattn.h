@@ -23,8 +23,9 @@ enum {
     TA_DOT_ROWS = 32,
     TA_DOT_LOT = 16,
     TA_DOT_WORDS = 16,
-    TA_DOT_KEYS = 32, /* of a panel */
-    TA_WEIGH_ROWS = 8 /* what weigh_dots takes at once of the rows of a tile */
+    TA_DOT_KEYS = 32,                      /* of a panel */
+    TA_ROUNDED_STRIDE = TA_KEY_BLOCK + 32, /* of weights as bfloat16: whole lines of the cache */
+    TA_WEIGH_ROWS = 8                      /* what weigh_dots takes at once of the rows of a tile */
 };
 
 /* What the elements of a caller's array are stored as; the arithmetic is always that of `real`. */
@@ -84,9 +85,11 @@ typedef struct ta_dot_tile {
     int rows;        /* 1 .. TA_DOT_ROWS; A is readable, C writable up to whole lots of TA_DOT_LOT */
     int columns;     /* whole lots of 16 */
     ptrdiff_t depth; /* words: whole steps of TA_DOT_WORDS */
-    const void *a;   /* [rows][a_stride] words */
+    const void *a;   /* words: those of a step lie side by side, of a row a_stride apart, */
     ptrdiff_t a_stride;
-    const void *b; /* [depth][b_stride] words */
+    ptrdiff_t a_step; /* of the next step a_step further, */
+    ptrdiff_t a_lot;  /* and of the next TA_DOT_LOT rows a_lot further */
+    const void *b;    /* [depth][b_stride] words */
     ptrdiff_t b_stride;
     void *c; /* [rows][c_stride] floats */
     ptrdiff_t c_stride;
@@ -101,8 +104,9 @@ typedef struct ta_dots {
     void (*begin)(void);  /* before a thread's first product, and after its last */
     void (*end)(void);
     void (*multiply)(const ta_dot_tile *tile);
-    /* To bfloat16, to nearest, ties to even; count is whole lots of 16. */
-    void (*round)(uint16_t *dst, const float *src, ptrdiff_t count);
+    /* To bfloat16, to nearest, ties to even: a step's elements side by side, the next step's dst_step
+     * further. count is whole lots of 16. */
+    void (*round)(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count);
 } ta_dots;
 
 /* What changes the scores of a call's rows. See kernel/options.inc.h. */
@@ -239,11 +243,12 @@ typedef struct ta_kernels {
     /* dst[p][j] = the weights of a slice, p < depth and j < width, whole vectors. */
     void (*convert_panel[TA_WORDS_TYPES])(void *dst, const ta_words *b, ptrdiff_t depth, ptrdiff_t width);
     /* What surrounds ta_dots, in the table for float where there are any. See kernel/dots.inc.h. */
-    /* dst = columns of a row of bfloat16, or of floats that are rounded, and zeros up to `width`. */
+    /* dst = columns of a row of bfloat16, and zeros up to `width`; of floats that are rounded, and zeros up
+     * to whole steps, which are dst_step apart. */
     void (*pack_halves)(uint16_t *dst, const uint16_t *src, ptrdiff_t columns, ptrdiff_t width,
                         ptrdiff_t column_stride);
-    void (*round_row)(const ta_dots *dots, uint16_t *dst, const float *src, ptrdiff_t columns,
-                      ptrdiff_t width, ptrdiff_t column_stride);
+    void (*round_row)(const ta_dots *dots, uint16_t *dst, ptrdiff_t dst_step, const float *src,
+                      ptrdiff_t columns, ptrdiff_t column_stride);
     /* dst[words][TA_DOT_KEYS] of the rows of as many keys. */
     void (*pack_key_words)(uint32_t *dst, const void *const *keys, ptrdiff_t head_dim,
                            ptrdiff_t column_stride);
@@ -253,11 +258,11 @@ typedef struct ta_kernels {
                              ptrdiff_t column_stride);
     /* Puts zeros in place of what is not finite, in whole vectors; returns whether there was any. */
     int (*drop_strays)(uint32_t *words, ptrdiff_t count);
-    /* gemm_tile up to TA_DOT_ROWS rows, with rows of words as its a. */
-    void (*gemm_dots)(const ta_gemm_tile *tile, ptrdiff_t a_stride, const ta_dots *dots);
+    /* gemm_tile up to TA_DOT_ROWS rows, with words [lot][step][row] as its a, lots a_lot apart. */
+    void (*gemm_dots)(const ta_gemm_tile *tile, ptrdiff_t a_lot, const ta_dots *dots);
     /* weigh_tile up to TA_WEIGH_ROWS rows, with products that lack `scale` as its q. */
     void (*weigh_dots)(const ta_attention_tile *tile, double scale);
-    /* dst[row][TA_WEIGHT_STRIDE] = weights as words, over the panels of keys [begin, end). */
+    /* dst[row][TA_ROUNDED_STRIDE] = weights as words, over the panels of keys [begin, end). */
     void (*round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *tile,
                           ptrdiff_t begin, ptrdiff_t end);
     /* value_tile up to TA_DOT_ROWS rows, with words as its weights and its v. */

@@ -58,62 +58,73 @@ INLINE void fetch(ahead *next)
  * each lot of the other. The counts are constants at each call. */
 INLINE void tiles(const int rows, const int columns, const ta_dot_tile *t, int column, ahead *next)
 {
-    const ptrdiff_t a_step = t->a_stride * WORD, b_step = t->b_stride * WORD, c_step = t->c_stride * WORD;
-    const char *a = t->a, *a2 = a + LOT * a_step, *b = (const char *)t->b + column * WORD;
-    char *c = (char *)t->c + column * WORD, *c2 = c + LOT * c_step;
+    const ptrdiff_t a_row = t->a_stride * WORD, b_row = t->b_stride * WORD, c_row = t->c_stride * WORD;
+    const char *a = t->a, *a2 = a + t->a_lot * WORD, *b = (const char *)t->b + column * WORD;
+    char *c = (char *)t->c + column * WORD, *c2 = c + LOT * c_row;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     if (t->accumulate) {
-        _tile_loadd(0, c, c_step);
+        _tile_loadd(0, c, c_row);
         if (columns > 1)
-            _tile_loadd(1, c + TILE, c_step);
+            _tile_loadd(1, c + TILE, c_row);
         if (columns > 2)
-            _tile_loadd(2, c + 2 * TILE, c_step);
+            _tile_loadd(2, c + 2 * TILE, c_row);
         if (columns > 3)
-            _tile_loadd(3, c + 3 * TILE, c_step);
+            _tile_loadd(3, c + 3 * TILE, c_row);
         if (rows > 1)
-            _tile_loadd(2, c2, c_step);
+            _tile_loadd(2, c2, c_row);
         if (rows > 1 && columns > 1)
-            _tile_loadd(3, c2 + TILE, c_step);
+            _tile_loadd(3, c2 + TILE, c_row);
     }
+    /* A step asks for its share of the rows of C, which are stored in the end. */
+    const ptrdiff_t steps = t->depth / TA_DOT_WORDS, share = steps ? (rows * LOT + steps - 1) / steps : 0;
+    const int c_rows = t->rows < rows * LOT ? t->rows : rows * LOT;
+    int c_at = 0;
     for (ptrdiff_t p = 0; p < t->depth; p += TA_DOT_WORDS) {
-        _tile_loadd(4, a + p * WORD, a_step);
-        _tile_loadd(6, b, b_step);
+        for (const int stop = c_at + share; c_at < stop && c_at < c_rows; c_at++) {
+            const char *row = c + c_at * c_row;
+            for (int j = 0; j < columns; j++)
+                __builtin_prefetch(row + j * TILE, 1, 3);
+        }
+        _tile_loadd(4, a, a_row);
+        _tile_loadd(6, b, b_row);
         _tile_dpbf16ps(0, 4, 6);
         if (columns > 1) {
-            _tile_loadd(7, b + TILE, b_step);
+            _tile_loadd(7, b + TILE, b_row);
             _tile_dpbf16ps(1, 4, 7);
         }
         if (rows > 1) {
-            _tile_loadd(5, a2 + p * WORD, a_step);
+            _tile_loadd(5, a2, a_row);
             _tile_dpbf16ps(2, 5, 6);
         }
         if (rows > 1 && columns > 1)
             _tile_dpbf16ps(3, 5, 7);
         if (columns > 2) {
-            _tile_loadd(6, b + 2 * TILE, b_step);
+            _tile_loadd(6, b + 2 * TILE, b_row);
             _tile_dpbf16ps(2, 4, 6);
         }
         if (columns > 3) {
-            _tile_loadd(7, b + 3 * TILE, b_step);
+            _tile_loadd(7, b + 3 * TILE, b_row);
             _tile_dpbf16ps(3, 4, 7);
         }
-        b += TA_DOT_WORDS * b_step;
+        a += t->a_step * WORD;
+        a2 += t->a_step * WORD;
+        b += TA_DOT_WORDS * b_row;
         fetch(next);
     }
-    _tile_stored(0, c, c_step);
+    _tile_stored(0, c, c_row);
     if (columns > 1)
-        _tile_stored(1, c + TILE, c_step);
+        _tile_stored(1, c + TILE, c_row);
     if (columns > 2)
-        _tile_stored(2, c + 2 * TILE, c_step);
+        _tile_stored(2, c + 2 * TILE, c_row);
     if (columns > 3)
-        _tile_stored(3, c + 3 * TILE, c_step);
+        _tile_stored(3, c + 3 * TILE, c_row);
     if (rows > 1)
-        _tile_stored(2, c2, c_step);
+        _tile_stored(2, c2, c_row);
     if (rows > 1 && columns > 1)
-        _tile_stored(3, c2 + TILE, c_step);
+        _tile_stored(3, c2 + TILE, c_row);
 }
 
 TARGET static void multiply(const ta_dot_tile *t)
@@ -150,7 +161,8 @@ static int allowed(void)
 #endif
 }
 
-void ta_round_bf16(uint16_t *dst, const float *src, ptrdiff_t count); /* of avx512_bf16.c */
+void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
+                   ptrdiff_t count); /* of avx512_bf16.c */
 extern const ta_dots ta_dots_amx;
 const ta_dots ta_dots_amx = {allowed, begin, end, multiply, ta_round_bf16};
 

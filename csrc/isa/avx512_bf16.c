@@ -7,7 +7,8 @@
 
 #include <immintrin.h>
 
-void ta_round_bf16(uint16_t *dst, const float *src, ptrdiff_t count); /* amx.c has it from here */
+void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
+                   ptrdiff_t count); /* amx.c has it from here */
 
 #define TARGET __attribute__((target("avx512f,avx512bf16")))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -28,20 +29,28 @@ TARGET static inline __attribute__((always_inline)) void products(const int rows
             acc[i][j] =
                 t->accumulate ? _mm512_loadu_ps(c + i * t->c_stride + j * LANES) : _mm512_setzero_ps();
     }
-    const word *a = (const word *)t->a + row * t->a_stride;
+    const word *a[ROWS];
+    UNROLL
+    for (int i = 0; i < rows; i++)
+        a[i] = (const word *)t->a + (row + i) / LANES * t->a_lot + (row + i) % LANES * t->a_stride;
     const int32_t *b = (const int32_t *)t->b + column;
-    for (ptrdiff_t p = 0; p < t->depth; p++, b += t->b_stride) {
-        __m512bh b_row[VECTORS];
-        UNROLL
-        for (int j = 0; j < vectors; j++)
-            b_row[j] = (__m512bh)_mm512_loadu_si512(b + j * LANES);
-        UNROLL
-        for (int i = 0; i < rows; i++) {
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(a[i * t->a_stride + p]);
+    for (ptrdiff_t step = 0; step < t->depth; step += TA_DOT_WORDS) {
+        for (int p = 0; p < TA_DOT_WORDS; p++, b += t->b_stride) {
+            __m512bh b_row[VECTORS];
             UNROLL
             for (int j = 0; j < vectors; j++)
-                acc[i][j] = _mm512_dpbf16_ps(acc[i][j], pair, b_row[j]);
+                b_row[j] = (__m512bh)_mm512_loadu_si512(b + j * LANES);
+            UNROLL
+            for (int i = 0; i < rows; i++) {
+                const __m512bh pair = (__m512bh)_mm512_set1_epi32(a[i][p]);
+                UNROLL
+                for (int j = 0; j < vectors; j++)
+                    acc[i][j] = _mm512_dpbf16_ps(acc[i][j], pair, b_row[j]);
+            }
         }
+        UNROLL
+        for (int i = 0; i < rows; i++)
+            a[i] += t->a_step;
     }
     UNROLL
     for (int i = 0; i < rows; i++) {
@@ -79,10 +88,12 @@ static void multiply(const ta_dot_tile *t)
     }
 }
 
-TARGET void ta_round_bf16(uint16_t *dst, const float *src, ptrdiff_t count)
+TARGET void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count)
 {
-    for (ptrdiff_t i = 0; i < count; i += LANES)
-        _mm256_storeu_si256((void *)(dst + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(src + i)));
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        uint16_t *to = dst + i / (2 * TA_DOT_WORDS) * dst_step + i % (2 * TA_DOT_WORDS);
+        _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(src + i)));
+    }
 }
 
 static int allowed(void)

@@ -23,6 +23,7 @@ cdef extern from "tileattn.h" nogil:
         TA_DOT_LOT
         TA_DOT_WORDS
         TA_DOT_KEYS
+        TA_ROUNDED_STRIDE
         TA_WEIGH_ROWS
 
     int TA_WALK_PANELS(int rows, int walk_rows)
@@ -55,6 +56,8 @@ cdef extern from "tileattn.h" nogil:
         Py_ssize_t depth
         const void *a
         Py_ssize_t a_stride
+        Py_ssize_t a_step
+        Py_ssize_t a_lot
         const void *b
         Py_ssize_t b_stride
         void *c
@@ -68,7 +71,8 @@ cdef extern from "tileattn.h" nogil:
         void (*begin)() noexcept nogil
         void (*end)() noexcept nogil
         void (*multiply)(const ta_dot_tile *tile) noexcept nogil
-        void (*round)(uint16_t *dst, const float *src, Py_ssize_t count) noexcept nogil
+        void (*round)(uint16_t *dst, Py_ssize_t dst_step, const float *src,
+                      Py_ssize_t count) noexcept nogil
 
     ctypedef struct ta_score_options:
         double softcap
@@ -176,15 +180,15 @@ cdef extern from "tileattn.h" nogil:
                                               Py_ssize_t width) noexcept nogil
         void (*pack_halves)(uint16_t *dst, const uint16_t *src, Py_ssize_t columns, Py_ssize_t width,
                             Py_ssize_t column_stride) noexcept nogil
-        void (*round_row)(const ta_dots *dots, uint16_t *dst, const float *src, Py_ssize_t columns,
-                          Py_ssize_t width, Py_ssize_t column_stride) noexcept nogil
+        void (*round_row)(const ta_dots *dots, uint16_t *dst, Py_ssize_t dst_step, const float *src,
+                          Py_ssize_t columns, Py_ssize_t column_stride) noexcept nogil
         void (*pack_key_words)(uint32_t *dst, const void *const *keys, Py_ssize_t head_dim,
                                Py_ssize_t column_stride) noexcept nogil
         void (*pack_value_words)(uint32_t *dst, const uint16_t *v, Py_ssize_t begin, Py_ssize_t end,
                                  Py_ssize_t columns, Py_ssize_t width, Py_ssize_t key_stride,
                                  Py_ssize_t column_stride) noexcept nogil
         int (*drop_strays)(uint32_t *words, Py_ssize_t count) noexcept nogil
-        void (*gemm_dots)(const ta_gemm_tile *tile, Py_ssize_t a_stride,
+        void (*gemm_dots)(const ta_gemm_tile *tile, Py_ssize_t a_lot,
                           const ta_dots *dots) noexcept nogil
         void (*weigh_dots)(const ta_attention_tile *tile, double scale) noexcept nogil
         void (*round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *tile,

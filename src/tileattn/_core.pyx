@@ -62,8 +62,10 @@ cdef enum:
     # Bytes of a block of A up to which it is packed over the whole depth, so that every panel of B is
     # read in one stream and C stays in the first-level cache: a part of any second-level cache.
     WHOLE_DEPTH = 1 << 19
-    # Rows of a packed block of A where weights are multiplied in bfloat16 dot products.
-    DOT_MC = 256
+    # The same, and the rows of a packed block of A, where weights are multiplied in bfloat16 dot products.
+    # 256 rows in slices of the depth, 256 and 512 over the whole of it took up to 1.2 times as long.
+    DOT_WHOLE_DEPTH = 1 << 20
+    DOT_MC = 128
     # Query rows (positions times heads of the group) that share one packed block of keys: 384 take 2-5%
     # longer, 192 spend twice the time on packing, 768 leave little to balance on several threads.
     # Shorter sequences take several K/V heads into an item, 4-9% faster at 128 rows of 32 columns.
@@ -325,7 +327,11 @@ cdef Py_ssize_t a_bytes(const Gemm *g, Py_ssize_t rows, Py_ssize_t depth) noexce
     """Bytes of so many packed rows of A."""
     if g.dots == NULL:
         return g.kernels.itemsize * rows * depth
-    return sizeof(uint32_t) * round_up(rows, TA_DOT_LOT) * (word_count(depth) + SKEW)
+    return sizeof(uint32_t) * round_up(rows, TA_DOT_LOT) * word_count(depth)
+
+
+cdef Py_ssize_t whole_depth(const Gemm *g) noexcept nogil:
+    return WHOLE_DEPTH if g.dots == NULL else DOT_WHOLE_DEPTH
 
 
 cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
@@ -333,7 +339,7 @@ cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
     return round_up(max(
         a_bytes(g, g.mr, g.depth),
         a_bytes(g, g.mc, min(<Py_ssize_t>GEMM_KC, g.depth)),
-        min(<Py_ssize_t>WHOLE_DEPTH, a_bytes(g, g.mc, g.depth)),
+        min(whole_depth(g), a_bytes(g, g.mc, g.depth)),
     ) + g.kernels.vl * g.kernels.itemsize, CACHE_LINE)
 
 
@@ -375,13 +381,14 @@ cdef void pack_a(const ta_kernels *kernels, const Rows *a, Py_ssize_t row, Py_ss
 
 cdef void round_a(const Gemm *g, const Rows *a, Py_ssize_t row, Py_ssize_t count, Py_ssize_t pc,
                   Py_ssize_t depth, char *packed) noexcept nogil:
-    """Packs the same as words of bfloat16, one row after the other."""
-    cdef Py_ssize_t itemsize = g.kernels.itemsize, words = word_count(depth), i
+    """Packs the same as words of bfloat16: [lot][step][row] of TA_DOT_WORDS each."""
+    cdef Py_ssize_t itemsize = g.kernels.itemsize, lot = TA_DOT_LOT * word_count(depth), i, at
     for i in range(count):
+        at = i // TA_DOT_LOT * lot + i % TA_DOT_LOT * TA_DOT_WORDS
         g.kernels.round_row(
-            g.dots, <uint16_t *>(packed + i * (words + SKEW) * sizeof(uint32_t)),
+            g.dots, <uint16_t *>(packed + at * sizeof(uint32_t)), 2 * TA_DOT_LOT * TA_DOT_WORDS,
             <const float *>(row_at(a, row + i, itemsize) + pc * a.column_stride * itemsize), depth,
-            2 * words, a.column_stride)
+            a.column_stride)
 
 
 cdef int panels_to_walk(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
@@ -412,7 +419,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
     cdef ta_words words
     cdef bint streams
     cdef const ta_dots *dots = g.dots
-    cdef Py_ssize_t a_stride = 0
+    cdef Py_ssize_t a_lot = 0                                   # words of a lot of rows
 
     if dots != NULL:
         dots.begin()
@@ -421,7 +428,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
         rows = min(g.mc, row_end - ic)
         tiles = ceil_div(rows, g.mr)
         pack_depth = g.depth
-        if tiles > 1 and a_bytes(g, rows, g.depth) > WHOLE_DEPTH:
+        if tiles > 1 and a_bytes(g, rows, g.depth) > whole_depth(g):
             pack_depth = min(<Py_ssize_t>GEMM_KC, g.depth)
         a_row = ic
         if g.a_norm != NULL:
@@ -431,7 +438,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
         while True:                                             # slices of the contracted axis
             pack_depth = min(pack_depth, g.depth - pc)
             if dots != NULL:
-                a_stride = word_count(pack_depth) + SKEW
+                a_lot = TA_DOT_LOT * word_count(pack_depth)
                 round_a(g, &a, a_row, rows, pc, pack_depth, packed)
             else:
                 pack_a(kernels, &a, a_row, rows, tiles, pc, pack_depth, packed)
@@ -480,8 +487,9 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                         t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
                         if dots != NULL:
                             t.rows = <int>min(g.mr, rows - begin)
-                            t.a = packed + (begin * a_stride + (kc - pc) // 2) * sizeof(uint32_t)
-                            kernels.gemm_dots(&t, a_stride, dots)
+                            t.a = packed + (begin * word_count(pack_depth)
+                                            + (kc - pc) // 2 * TA_DOT_LOT) * sizeof(uint32_t)
+                            kernels.gemm_dots(&t, a_lot, dots)
                         elif streams:
                             kernels.stream_tile[b.words](&t, &words)
                         else:
@@ -798,7 +806,7 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     s.weights = carve(&cursor, TA_MAX_ROWS * TA_WEIGHT_STRIDE * itemsize)
     s.value_words = carve(&cursor, dots * step // 2 * width_of(a, &a.v) * sizeof(uint32_t))
     s.products = carve(&cursor, dots * TA_DOT_ROWS * TA_WEIGHT_STRIDE * sizeof(float))
-    s.rounded_weights = carve(&cursor, dots * TA_DOT_ROWS * TA_WEIGHT_STRIDE * sizeof(uint16_t))
+    s.rounded_weights = carve(&cursor, dots * TA_DOT_ROWS * TA_ROUNDED_STRIDE * sizeof(uint16_t))
     s.first_chunk = carve_state(a, &cursor, 0 if a.split else states)
     s.other_chunk = carve_state(a, &cursor, 0 if a.split or a.chunks == 1 else states)
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
@@ -1081,6 +1089,8 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
     d.columns = TA_DOT_KEYS
     d.depth = words
     d.a_stride = stride
+    d.a_step = TA_DOT_WORDS
+    d.a_lot = TA_DOT_LOT * stride
     d.b_stride = TA_DOT_KEYS
     d.c_stride = TA_WEIGHT_STRIDE
     d.accumulate = False
@@ -1145,7 +1155,7 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
             else:
                 t.key_begin = t.key_end = 0
             kernels.round_weights(
-                a.dots, <uint16_t *>s.rounded_weights + (first - row) * TA_WEIGHT_STRIDE, t, begin, end)
+                a.dots, <uint16_t *>s.rounded_weights + (first - row) * TA_ROUNDED_STRIDE, t, begin, end)
         t.rows = d.rows
         t.key_begin = begin
         t.key_end = end

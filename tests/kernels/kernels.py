@@ -45,6 +45,8 @@ class DotTile(Structure):
         ("depth", c_ssize_t),
         ("a", c_void_p),
         ("a_stride", c_ssize_t),
+        ("a_step", c_ssize_t),
+        ("a_lot", c_ssize_t),
         ("b", c_void_p),
         ("b_stride", c_ssize_t),
         ("c", c_void_p),
@@ -61,7 +63,7 @@ class Dots(Structure):
         ("begin", CFUNCTYPE(None)),
         ("end", CFUNCTYPE(None)),
         ("multiply", CFUNCTYPE(None, POINTER(DotTile))),
-        ("round", CFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t)),
+        ("round", CFUNCTYPE(None, c_void_p, c_ssize_t, c_void_p, c_ssize_t)),
     )
 
 
@@ -172,7 +174,7 @@ PROTOTYPES = {
     "stream_tile": (None, POINTER(GemmTile), POINTER(Words)),
     "convert_panel": (None, c_void_p, POINTER(Words), c_ssize_t, c_ssize_t),
     "pack_halves": (None, c_void_p, c_void_p, *[c_ssize_t] * 3),
-    "round_row": (None, POINTER(Dots), c_void_p, c_void_p, *[c_ssize_t] * 3),
+    "round_row": (None, POINTER(Dots), c_void_p, c_ssize_t, c_void_p, *[c_ssize_t] * 2),
     "pack_key_words": (None, c_void_p, POINTER(c_void_p), c_ssize_t, c_ssize_t),
     "pack_value_words": (None, c_void_p, c_void_p, *[c_ssize_t] * 6),
     "drop_strays": (c_int, c_void_p, c_ssize_t),

@@ -10,6 +10,7 @@ from tests.kernels.kernels import DotTile, GemmTile, Kernels, address
 from tests.oracle import random, same_bits
 
 LOT, WORDS, KEYS, ROWS = 16, 16, 32, 32
+ROUNDED = 256 + 32  # stride of weights as bfloat16
 STRIDE = 256 + 16  # of weights
 
 
@@ -36,11 +37,23 @@ def up(n, step):
     return -(-n // step) * step
 
 
-def multiply(kernels, a, b, c=None):
+def by_lots(a):
+    """Rows [rows, depth] as [lot, step, row, element], with poison in rows that are too many."""
+    rows, depth = a.shape
+    memory = np.full((up(rows, LOT), depth), np.nan, bfloat16)
+    memory[:rows] = a
+    return np.ascontiguousarray(memory.reshape(-1, LOT, depth // 32, 32).swapaxes(1, 2))
+
+
+def multiply(kernels, a, b, c=None, lots=False):
     """a[rows, depth] b[depth, columns] (+ c), with poison around what counts."""
     (rows, depth), columns = a.shape, b.shape[1]
-    a_memory = np.full((up(rows, LOT), depth + 6), np.nan, bfloat16)
-    a_memory[:rows, :depth] = a
+    if lots:
+        a_memory, a_stride, a_step, a_lot = by_lots(a), WORDS, LOT * WORDS, LOT * depth // 2
+    else:
+        a_memory = np.full((up(rows, LOT), depth + 6), np.nan, bfloat16)
+        a_memory[:rows, :depth] = a
+        a_stride, a_step, a_lot = depth // 2 + 3, WORDS, LOT * (depth // 2 + 3)
     b_memory = np.full((depth // 2, columns + 5), 0x7FC07FC0, np.uint32)
     b_memory[:, :columns] = words_of(b)
     c_memory = np.full((up(rows, LOT) + 1, columns + 3), np.nan, np.float32)
@@ -51,7 +64,9 @@ def multiply(kernels, a, b, c=None):
         columns=columns,
         depth=depth // 2,
         a=address(a_memory),
-        a_stride=depth // 2 + 3,
+        a_stride=a_stride,
+        a_step=a_step,
+        a_lot=a_lot,
         b=address(b_memory),
         b_stride=columns + 5,
         c=address(c_memory),
@@ -79,8 +94,9 @@ def test_products(kernels, columns, depth):
         # Products are exact; each of `depth` sums rounds once.
         assert (np.abs(whole - exact) <= (depth + 1) * 2.0**-24 * sizes).all()
         for rows in (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31):
-            got = multiply(kernels, a[:rows], b, None if start is None else c[:rows])
-            assert same_bits(got, whole[:rows])
+            for lots in (False, True):
+                got = multiply(kernels, a[:rows], b, None if start is None else c[:rows], lots)
+                assert same_bits(got, whole[:rows])
 
 
 def test_no_product_reaches_another_row_or_column(kernels):
@@ -111,7 +127,7 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(kernels):
         ]
     )
     dst = np.zeros(len(x), bfloat16)
-    kernels.dots.round(address(dst), address(x), len(x))
+    kernels.dots.round(address(dst), 32, address(x), len(x))
     expected = x.astype(bfloat16)
     numbers = ~np.isnan(x)
     assert same_bits(dst[numbers].view(np.uint16), expected[numbers].view(np.uint16))
@@ -126,16 +142,19 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(kernels):
 def test_rows_become_words(kernels, columns, stride):
     width = up(columns, 2 * WORDS)
     x = random(1, columns * stride + 1)
-    for source, kernel in (
-        (x.astype(bfloat16), kernels.pack_halves),
-        (x, lambda *args: kernels.round_row(ctypes.byref(kernels.dots), *args)),
-    ):
-        dst = np.full(width + 1, np.nan, bfloat16)
-        kernel(address(dst), address(source), columns, width, stride)
-        expected = np.zeros(width, bfloat16)
-        expected[:columns] = source[: columns * stride : stride]
-        assert same_bits(dst[:width].view(np.uint16), expected.view(np.uint16))
-        assert np.isnan(np.float32(dst[width]))
+    expected = np.zeros(width, bfloat16)
+    expected[:columns] = x[: columns * stride : stride]
+    dst = np.full(width + 1, np.nan, bfloat16)
+    halves_of_x = x.astype(bfloat16)
+    kernels.pack_halves(address(dst), address(halves_of_x), columns, width, stride)
+    assert same_bits(dst[:width].view(np.uint16), expected.view(np.uint16))
+    assert np.isnan(np.float32(dst[width]))
+    # Steps of 32 elements, 40 apart.
+    steps = np.full((width // 32 + 1, 40), np.nan, bfloat16)
+    kernels.round_row(ctypes.byref(kernels.dots), address(steps), 40, address(x), columns, stride)
+    assert same_bits(steps[:-1, :32].view(np.uint16), expected.reshape(-1, 32).view(np.uint16))
+    assert np.isnan(np.float32(steps[-1])).all()
+    assert np.isnan(np.float32(steps[:, 32:])).all()
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 31, 32, 33, 64, 95])
@@ -189,10 +208,10 @@ def test_what_is_not_finite_is_dropped(kernels):
 def test_weights_become_words(kernels, key_begin, key_end):
     rows, begin, end = 3, 3, 100
     weights = random(1, rows, STRIDE)
-    dst = np.full((rows, STRIDE), np.nan, bfloat16)
+    dst = np.full((rows, ROUNDED), np.nan, bfloat16)
     tile = kernels.attention_tile(rows=rows, weights=weights, key_begin=key_begin, key_end=key_end)
     kernels.round_weights(ctypes.byref(kernels.dots), address(dst), tile, begin, end)
-    expected = np.zeros((rows, STRIDE), np.float32)
+    expected = np.zeros((rows, ROUNDED), np.float32)
     if key_begin < key_end:
         first, last = key_begin // KEYS * KEYS, up(key_end, KEYS)
         expected[:, first:last] = weights[:, first:last].astype(bfloat16)
@@ -213,8 +232,7 @@ def test_gemm_tiles(kernels, rows, columns):
     words, start = words_of(b_memory), random(4, rows, columns)
     for accumulate in (0, 1):
         for added in (None, bias):
-            a_memory = np.full((up(rows, LOT), depth), np.nan, bfloat16)
-            a_memory[:rows] = a
+            a_memory = by_lots(a)
             c = np.full((rows + 1, columns + 2), np.nan, np.float32)
             if accumulate:
                 c[:rows, :columns] = start
@@ -229,7 +247,7 @@ def test_gemm_tiles(kernels, rows, columns):
                 accumulate=accumulate,
                 bias=address(added),
             )
-            kernels.gemm_dots(ctypes.byref(tile), depth // 2, ctypes.byref(kernels.dots))
+            kernels.gemm_dots(ctypes.byref(tile), LOT * depth // 2, ctypes.byref(kernels.dots))
             expected = multiply(
                 kernels,
                 a,
@@ -246,8 +264,8 @@ def test_gemm_tiles(kernels, rows, columns):
 @pytest.mark.parametrize("columns", [16, 64, 80, 144])
 def test_value_tiles(kernels, rows, columns):
     begin, end = 37, 93  # in the panels of keys from 32 to 96
-    weights, v = halves(1, rows, STRIDE), halves(2, 256, columns)
-    weights_memory = np.full((up(rows, LOT), STRIDE), np.nan, bfloat16)
+    weights, v = halves(1, rows, ROUNDED), halves(2, 256, columns)
+    weights_memory = np.full((up(rows, LOT), ROUNDED), np.nan, bfloat16)
     weights_memory[:rows] = weights
     start = random(3, rows + 1, columns + 16)
     out = start.copy()
