@@ -34,6 +34,7 @@ enum ta_storage {
     TA_BF16,
     TA_F16,
     TA_OTHER_REAL, /* the other of float and double */
+    TA_INT8,       /* times a float of each row: keys and values, in the table for float */
     TA_STORAGES
 };
 
@@ -139,8 +140,10 @@ typedef struct ta_attention_tile {
     const void *v; /* [key][v_stride] */
     ptrdiff_t v_stride;
     int v_storage;
-    ptrdiff_t key_start; /* position of the block's first key; from here on keys are counted from it: */
-    ptrdiff_t key_begin; /* keys that any of the rows sees: [key_begin, key_end) */
+    const void *k_scales; /* [key], whole panels: of keys in TA_INT8 */
+    const void *v_scales; /* the same of values */
+    ptrdiff_t key_start;  /* position of the block's first key; from here on keys are counted from it: */
+    ptrdiff_t key_begin;  /* keys that any of the rows sees: [key_begin, key_end) */
     ptrdiff_t key_end;
     ptrdiff_t all_begin; /* keys that all of the rows see: [all_begin, all_end) */
     ptrdiff_t all_end;
@@ -149,7 +152,9 @@ typedef struct ta_attention_tile {
     const ta_score_options *options; /* NULL for none */
     /* [rows], and behind them as many of the tile that is next, or zeros; NULL if no row has options. */
     const ta_score_row *score_rows;
-    void *weights; /* [rows][TA_WEIGHT_STRIDE], whole panels; written before it is read */
+    /* [rows][TA_WEIGHT_STRIDE], whole panels; written before it is read. Values in TA_INT8 have value_tile
+     * multiply it by their scales. */
+    void *weights;
     void *row_max; /* [rows]; -inf until the row has seen a key */
     void *row_sum; /* [rows][vl]; the sum is that of the lanes */
     void *out;     /* [rows][out_stride], running sum of weighted values */
@@ -212,7 +217,8 @@ typedef struct ta_kernels {
     double lowest_score; /* in log2 units, that of a key with the lowest bias */
 
     /* The kernels that meet a caller's array, by its ta_storage. In the table for double those for TA_BF16
-     * and TA_F16 are NULL, as are those for TA_OTHER_REAL everywhere; load_row has all four. */
+     * and TA_F16 are NULL, as are those for TA_OTHER_REAL everywhere; load_row has all four. TA_INT8 has
+     * pack_rows and pack_columns in the table for float, which leave the rows' scales aside. */
 
     /* dst[j][i] = rows[i][j * column_stride] for i < count, j < depth. */
     void (*pack_rows[TA_STORAGES])(void *dst, const void *const *rows, int count, ptrdiff_t depth,
@@ -229,6 +235,10 @@ typedef struct ta_kernels {
                                     const void *out, const void *row_max, const void *row_sum);
     /* dst[j] = src[j] for j < count. The storage is that of dst. */
     void (*store_row[TA_STORAGES])(void *dst, const void *src, ptrdiff_t count);
+    /* The same for TA_INT8: dst[j] * scale[0] is src[j] for j < count. NULL in the table for double. */
+    void (*quantize_row)(void *dst, void *scale, const void *src, ptrdiff_t count);
+    /* dst[p][j] *= scales[j] for p < depth and j < width, whole vectors. */
+    void (*scale_columns)(void *dst, const void *scales, ptrdiff_t depth, ptrdiff_t width);
     /* The union of disjoint parts of the keys, for a few rows. */
     void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile);
 

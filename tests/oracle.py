@@ -25,7 +25,8 @@ GUARD = 64  # elements on each side of a guarded array
 
 def arithmetic(dtype):
     """What arrays of that dtype are computed in."""
-    return np.float32 if np.dtype(dtype).name in HALF_ROUNDING else np.dtype(dtype).type
+    name = np.dtype(dtype).name
+    return np.float32 if name in HALF_ROUNDING or name == "int8" else np.dtype(dtype).type
 
 
 def higher(dtype):
@@ -651,12 +652,59 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+# ------------------------------------------------------------------ a cache
+
+
+def poison(cache):
+    """Memory of a cache that is not in use may hold anything."""
+    is_int8 = cache.dtype == np.int8
+    cache._keys[...] = cache._values[...] = 99 if is_int8 else np.nan
+    if is_int8:
+        cache._key_scales.base[...] = cache._value_scales.base[...] = np.nan
+
+
+def quantized(rows):
+    """Rows [..., H] as int8 and a float32 scale each, as a cache of int8 is to keep them."""
+    rows = np.asarray(rows, np.float32)
+    size = np.abs(rows).max(axis=-1)
+    least, top = np.finfo(np.float32).smallest_normal, np.finfo(np.float32).max
+    scale = np.maximum(size / np.float32(127), least)
+    with np.errstate(all="ignore"):
+        scale = np.where(scale * np.float32(127) > top, np.nextafter(scale, np.float32(0)), scale)
+        scale = np.where(np.isfinite(size), scale, np.float32(np.nan))
+        scale = np.where(size == 0, np.float32(0), scale)
+        values = np.where(scale[..., None] > 0, np.rint(rows / scale[..., None]), 0)
+    return values.astype(np.int8), scale
+
+
+def stored(rows, dtype):
+    """What attention makes of rows in a cache of that dtype, in the type it is computed in."""
+    if np.dtype(dtype) == np.int8:
+        values, scales = quantized(rows)
+        return values * scales[..., None]
+    return rows.astype(dtype).astype(arithmetic(dtype))
+
+
+def contents(cache):
+    """The keys and the values that attention sees, [B, slots, K, ...]."""
+    if cache.dtype != np.int8:
+        return cache.keys.copy(), cache.values.copy()
+    with np.errstate(invalid="ignore"):
+        return (
+            cache.keys * cache.key_scales[..., None],
+            cache.values * cache.value_scales[..., None],
+        )
+
+
 def refused(cache, error, call, *words):
     """The call raises the error, whose message has the words, and leaves the cache as it was."""
-    before = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
+
+    def state():
+        return [a.tobytes() for a in (cache.lengths, cache._longest, *cache._arrays())]
+
+    before = state()
     with pytest.raises(error) as caught:
         call()
     for word in words:
         assert word in str(caught.value), str(caught.value)
-    after = cache.lengths, cache._longest.copy(), cache.keys.tobytes(), cache.values.tobytes()
-    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+    assert state() == before

@@ -10,10 +10,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tileattn
-from tests.oracle import HALVES, arithmetic, check_attention, random, refused, same_bits
+from tests.oracle import (
+    HALVES,
+    arithmetic,
+    check_attention,
+    contents,
+    poison,
+    quantized,
+    random,
+    refused,
+    same_bits,
+    stored,
+)
 from tileattn import KVCache, dot_product_attention
+from tileattn._arguments import AttentionArguments
+from tileattn._core import Scores, Visibility
+from tileattn.attention import attend
 
-STORED = [np.float32, np.float64, *HALVES]
+STORED = [np.float32, np.float64, *HALVES, np.int8]
 NAN = np.nan
 
 
@@ -25,17 +39,6 @@ def qkv(B, T, N, K, H, Hv, dtype=np.float32, seed=0):
         random(seed + 1, B, T, K, H, dtype=dtype),
         random(seed + 2, B, T, K, Hv, dtype=dtype),
     )
-
-
-def stored(array, cache):
-    """As the cache rounds it, in the type it is computed in."""
-    return array.astype(cache.dtype).astype(array.dtype)
-
-
-def poison(cache):
-    """Memory that is not in use may hold anything."""
-    cache._keys[...] = NAN
-    cache._values[...] = NAN
 
 
 def decode(cache, q, k, v, chunks, **options):
@@ -74,9 +77,9 @@ def test_decoding_in_chunks_is_one_causal_call(dtype, H, Hv, seed):
     cache = KVCache(B, T + 3, K, H, Hv, dtype)
     poison(cache)
     got = decode(cache, q, k, v, [1] * T if seed is None else cut(T, T, seed))
-    check_attention(got, q, stored(k, cache), stored(v, cache), is_causal=True)
-    assert same_bits(cache.keys[:, :T].copy(), k.astype(cache.dtype))
-    assert same_bits(cache.values[:, :T].copy(), v.astype(cache.dtype))
+    check_attention(got, q, stored(k, dtype), stored(v, dtype), is_causal=True)
+    for now, then in zip(contents(cache), (k, v), strict=True):
+        assert same_bits(now[:, :T].astype(then.dtype), stored(then, dtype))
 
 
 RINGS = {
@@ -99,7 +102,7 @@ def test_a_ring_is_a_window_for_ever(window, capacity, T, dtype):
         cache = KVCache(B, capacity, K, H, Hv, dtype, window)
         poison(cache)
         got = decode(cache, q, k, v, cut(T, capacity - window + 1, seed))
-        full = [stored(a, cache) for a in (k, v)]
+        full = [stored(a, dtype) for a in (k, v)]
         for begin in range(0, T, 500):  # the oracle's matrices stay small
             rows, first = slice(begin, begin + 500), max(0, begin - window + 1)
             keys = slice(first, begin + 500)
@@ -254,6 +257,178 @@ def test_what_is_appended_may_have_any_strides(change):
         assert same_bits(again.values.copy(), cache.values.copy())
 
 
+# ------------------------------------------------------------------ int8
+
+
+def of_all_sizes(B, T, K, H, seed=0):
+    """Rows from zeros and subnormal numbers up to the largest, ordinary ones most of all."""
+    rows = random(seed, B, T, K, H)
+    rows = np.clip(rows / np.abs(rows).max(axis=-1, keepdims=True), -1, 1)
+    sizes = np.resize(
+        [0, 1e-45, 1e-40, 1e-38, 1.5e-36, 1e-30, 0.1, 1, 127, 1e30, 3e38, np.finfo("f4").max],
+        (B, T, K, 1),
+    ).astype(np.float32)
+    return rows * sizes
+
+
+@pytest.mark.parametrize("H", [1, 3, 16, 37, 128])
+@pytest.mark.parametrize("dtype", [np.float32, *HALVES])
+def test_rows_of_int8_are_within_half_a_scale(H, dtype):
+    with np.errstate(all="ignore"):
+        k = of_all_sizes(2, 48, 2, H).astype(dtype)
+    k = np.where(np.isfinite(k), k, dtype(1))
+    cache = KVCache(2, 50, 2, H, dtype="int8")
+    poison(cache)
+    cache.append(k, -k)
+    exact, size = k.astype(np.float64), np.abs(k).max(axis=-1).astype(np.float64)
+    scale = cache.key_scales[:, :48].astype(np.float64)
+    values = cache.keys[:, :48].astype(np.float64)
+    assert cache.keys.dtype == np.int8
+    assert cache.key_scales.dtype == np.float32
+    assert cache.key_scales.shape == (2, 50, 2)
+    half = np.where(size == 0, 0, scale / 2)[..., None]
+    assert (np.abs(exact - values * scale[..., None]) <= half * (1 + 2.0**-16)).all()
+    assert ((scale == 0) == (size == 0)).all()
+    # No larger than it must be, and as float32 neither subnormal nor infinite with 127.
+    assert (scale <= np.maximum(size / 127 * (1 + 2.0**-23), 2.0**-126)).all()
+    assert (scale[size > 0] >= 2.0**-126).all()
+    assert np.isfinite(contents(cache)[0][:, :48]).all()
+    expected = quantized(k.astype(np.float32))
+    assert same_bits(cache.keys[:, :48].copy(), expected[0])
+    assert same_bits(cache.key_scales[:, :48].copy(), expected[1])
+    assert same_bits(cache.value_scales[:, :48].copy(), expected[1])
+    assert np.array_equal(cache.values[:, :48], -expected[0])
+
+
+@pytest.mark.parametrize("H", [5, 16, 33])
+def test_what_int8_cannot_hold_is_nan_with_its_whole_row(H):
+    k, v = random(0, 1, 9, 2, H), random(1, 1, 9, 2, H)
+    k[0, 2, 0, 0], k[0, 5, 1, -1], v[0, 7, 1, H // 2] = NAN, np.inf, -np.inf
+    cache = KVCache(1, 9, 2, H, dtype="int8")
+    cache.append(k, v)
+    broken = np.zeros((2, 1, 9, 2), bool)
+    broken[0, 0, 2, 0] = broken[0, 0, 5, 1] = broken[1, 0, 7, 1] = True
+    assert np.array_equal(np.isnan([cache.key_scales, cache.value_scales]), broken)
+    assert np.array_equal(np.isnan(contents(cache)), np.repeat(broken[..., None], H, axis=-1))
+
+
+@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize("H, Hv", WIDTHS.values(), ids=WIDTHS)
+def test_nan_of_int8_reaches_just_the_rows_that_see_it(H, Hv, T):
+    S = 75
+    q, k, v = qkv(1, S, 4, 2, H, Hv)
+    clean = KVCache(1, S, 2, H, Hv, "int8")
+    clean.append(k, v)
+    expected = clean.attend(q[:, -T:])
+    for broken, head, position in ((k, 0, S - 2), (v, 1, S - 1), (v, 0, 40)):
+        one = broken.copy()
+        one[0, position, head, 0] = NAN
+        cache = KVCache(1, S, 2, H, Hv, "int8")
+        cache.append(*((one, v) if broken is k else (k, one)))
+        got = cache.attend(q[:, -T:])
+        sees = np.arange(S - T, S) >= position
+        heads = slice(2 * head, 2 * head + 2)
+        assert np.isnan(got[0, sees, heads]).all()
+        got[0, sees, heads] = expected[0, sees, heads]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 2, 8, 17, 40])
+@pytest.mark.parametrize("H, Hv", [(128, 64), (32, 48), (1, 1), (15, 17), (31, 33)])
+def test_attention_over_int8_is_that_over_the_products(T, H, Hv):
+    """Every option, on both paths; sequences of their own lengths."""
+    S, lengths = 300, np.array([300, 261])
+    q, k, v = qkv(2, T, 4, 2, H, Hv)[0], *qkv(2, S, 4, 2, H, Hv, seed=5)[1:]
+    cache = KVCache(2, S, 2, H, Hv, "int8")
+    poison(cache)
+    cache.append(k, v, lengths)
+    k, v = (stored(a, np.int8) for a in (k, v))
+    slopes, sinks = np.abs(random(7, 4)), random(8, 4)
+    for options in (
+        {"is_causal": True},
+        {"is_causal": False},
+        {"local_window_size": (40, 0)},
+        {"softcap": 2.0, "scale": 0.3},
+        {"alibi_slopes": slopes},
+        {"sinks": sinks, "local_window_size": (3, 7), "is_causal": False},
+    ):
+        got = cache.attend(q, return_lse=True, **options)
+        check_attention(
+            got, q, k, v, query_offset=lengths - T, key_value_seq_lengths=lengths,
+            **({"is_causal": True} | options),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("T", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("H, Hv", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("of_keys", [True, False], ids=["of keys", "of rows"])
+def test_masks_and_biases_over_int8(T, H, Hv, of_keys):
+    """As a block with a cache gives them; what they hide may be no number."""
+    B, N, K, S = 2, 4, 2, 300
+    q, k, v = qkv(B, T, N, K, H, Hv)[0], *qkv(B, S, N, K, H, Hv, seed=5)[1:]
+    rng = np.random.default_rng(T)
+    shape = (B, 1, 1, S) if of_keys else (B, N, T, S)
+    mask, bias = rng.random(shape) < 0.8, rng.standard_normal(shape).astype(np.float32)
+    bias[rng.random(shape) < 0.1] = -np.inf
+    mask[..., 17] = mask[..., 299] = False
+    bias[..., 140] = -np.inf
+    mask, bias = (np.broadcast_to(a, (B, N, T, S)) for a in (mask, bias))
+    cache = KVCache(B, S, K, H, Hv, "int8")
+    cache.append(k, v)
+    cache._key_scales[:, 17] = cache._value_scales[:, [140, 299]] = NAN
+    k, v = (stored(a, np.int8) for a in (k, v))
+    given = AttentionArguments(
+        q,
+        cache._keys,
+        cache._values,
+        True,
+        Scores(H**-0.5, bias=bias),
+        Visibility(False, None, None, None, None, mask),
+        None,
+        None,
+        cache._key_scales,
+        cache._value_scales,
+    )
+    got = attend(given, True, 1)
+    check_attention(got, q, k, v, mask=mask, bias=bias)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_bits_of_int8_do_not_depend_on_threads_company_or_chunks(window):
+    _, k, v = qkv(2, 700, 8, 2, 64, 64)
+    q = qkv(2, 3, 8, 2, 64, 64, seed=5)[0]
+    results = []
+    for threads, chunk in ((1, 1), (2, 7), (3, 50)):
+        cache = KVCache(2, 700, 2, 64, dtype="int8", window=window)
+        for t in range(0, 700, chunk):
+            cache.append(k[:, t : t + chunk], v[:, t : t + chunk], num_threads=threads)
+        results.append(cache.attend(q, num_threads=threads))
+    assert all(same_bits(y, results[0]) for y in results)
+    alone = KVCache(1, 700, 2, 64, dtype="int8", window=window)
+    for t in range(0, 700, 50):
+        alone.append(k[1:, t : t + 50], v[1:, t : t + 50])
+    assert same_bits(alone.attend(q[1:]), results[0][1:])
+
+
+def test_int8_takes_a_quarter_of_the_memory():
+    sizes = {"batch": 1, "capacity": 512, "num_kv_heads": 2, "head_dim": 128}
+    whole, kept = (KVCache(**sizes, dtype=dtype) for dtype in ("float32", np.int8))
+    assert whole.key_scales is None
+    assert whole.value_scales is None
+    assert not kept.key_scales.flags.writeable
+    assert kept.nbytes == 512 * 2 * 2 * (128 + 4)
+    assert whole.nbytes == 512 * 2 * 2 * 128 * 4
+    q = ones(1, 1, 2, 128)
+    kept.append(ones(1, 1, 2, 128), ones(1, 1, 2, 128))
+    words = "float64", "float32 or float16 or bfloat16"
+    refused(kept, TypeError, lambda: kept.attend(q.astype(np.float64)), "q", *words)
+    refused(kept, TypeError, lambda: kept.append(kept.keys, q[:, :, :2]), "k", "int8")
+    for dtype in HALVES:
+        y = kept.attend(q.astype(dtype))
+        assert y.dtype == dtype
+        assert (y.astype(np.float32) == 1).all()
+
+
 # ------------------------------------------------------------------ changes
 
 
@@ -281,11 +456,11 @@ def test_every_order_of_four_sequences(dtype):
         cache = KVCache(B, L + 1, 1, 3, 2, dtype)
         poison(cache)
         cache.append(k, v, [9, 0, 4, 7])
-        before = [cache.keys.copy(), cache.values.copy()]
+        before = contents(cache)
         cache.reorder(order)
         assert np.array_equal(cache.lengths, np.array([9, 0, 4, 7])[list(order)])
         for b, a in enumerate(order):
-            for now, then in zip((cache.keys, cache.values), before, strict=True):
+            for now, then in zip(contents(cache), before, strict=True):
                 used = cache.lengths[b]
                 assert same_bits(now[b, :used].copy(), then[a, :used].copy())
 
@@ -398,7 +573,7 @@ def test_a_ring_says_what_it_has_overwritten():
         ({"v_head_dim": 0}, ValueError, ["v_head_dim"]),
         ({"window": 0}, ValueError, ["window"]),
         ({"window": 9}, ValueError, ["capacity", "window = 9", "8"]),
-        ({"dtype": np.int32}, TypeError, ["dtype", "int32"]),
+        ({"dtype": np.int32}, TypeError, ["dtype", "or float64", "int32"]),
         ({"dtype": "bf16"}, TypeError, ["dtype", "bfloat16", "bf16"]),
         ({"capacity": 1 << 50}, MemoryError, []),
         ({"capacity": 1 << 62, "head_dim": 1 << 62}, MemoryError, []),
@@ -426,11 +601,12 @@ def test_rows_start_on_cache_lines_of_memory_that_outlives_the_cache():
             assert not array.flags.writeable
         assert not np.shares_memory(keys, values)
         assert cache.nbytes >= keys.nbytes + values.nbytes
-        cache.append(*(np.ones((3, 70, 3, width), arithmetic(dtype)) for width in (5, 7)))
+        one = 127 if dtype == np.int8 else 1
+        cache.append(*(np.full((3, 70, 3, width), one, arithmetic(dtype)) for width in (5, 7)))
         del cache
         gc.collect()
-        assert (keys.astype(np.float64) == 1).all()
-        assert (values.astype(np.float64) == 1).all()
+        assert (keys.astype(np.float64) == one).all()
+        assert (values.astype(np.float64) == one).all()
 
 
 def test_lengths_are_a_copy():
@@ -443,6 +619,7 @@ def test_repr():
     assert repr(KVCache(1, 8, 2, 4)) == "KVCache(B=1, capacity=8, K=2, H=4, float32)"
     ring = KVCache(1, 8, 2, 4, 6, "float16", 3)
     assert repr(ring) == "KVCache(B=1, capacity=8, K=2, H=4, Hv=6, window=3, float16)"
+    assert repr(KVCache(1, 8, 2, 4, dtype="int8")) == "KVCache(B=1, capacity=8, K=2, H=4, int8)"
 
 
 # ------------------------------------------------------------------ any sequence of calls
@@ -456,7 +633,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         B=st.integers(1, 3),
         sizes=st.sampled_from([(40, None), (300, None), (8, 3), (40, 16), (300, 40)]),
-        dtype=st.sampled_from([np.float32, *HALVES]),
+        dtype=st.sampled_from([np.float32, *HALVES, np.int8]),
     )
     def start(self, B, sizes, dtype):
         self.capacity, self.window = sizes
@@ -497,7 +674,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.written = written
         for b, n in enumerate(counts):
             self.model[b] += [
-                (stored(k[b, t], self.cache), stored(v[b, t], self.cache)) for t in range(n)
+                (stored(k[b, t], self.cache.dtype), stored(v[b, t], self.cache.dtype))
+                for t in range(n)
             ]
 
     @rule(T=st.integers(0, 40))
@@ -556,7 +734,7 @@ class CacheMachine(RuleBasedStateMachine):
     def same(self):
         if not hasattr(self, "cache"):
             return
-        keys, values = self.cache.keys, self.cache.values
+        keys, values = contents(self.cache)
         assert list(self.cache.lengths) == [len(m) for m in self.model]
         for b, m in enumerate(self.model):
             oldest = self.oldest_needed(len(m)) if self.window else 0

@@ -289,6 +289,7 @@ TA_INLINE vec dot_products(const int rows, const int storage, const real *q, ptr
     TA_UNROLL
     for (int i = 0; i < TA_VL; i++)
         acc[i] = vec_all(0);
+    /* A line of int8 is asked for once: it holds several vectors. */
     for (ptrdiff_t h = 0; h < head_dim; h += TA_VL) {
         vec q_part[TA_FEW_ROWS];
         TA_UNROLL
@@ -297,7 +298,7 @@ TA_INLINE vec dot_products(const int rows, const int storage, const real *q, ptr
         TA_UNROLL
         for (int j = 0; j < keys; j++) {
             vec k_part = load_vector(storage, k[j] + h * stored_size(storage));
-            if (next != NULL)
+            if (next != NULL && (storage != TA_INT8 || h % TA_CACHE_LINE == 0))
                 __builtin_prefetch(next[j] + h * next_size, 0, 2);
             TA_UNROLL
             for (int i = 0; i < rows; i++)
@@ -339,6 +340,8 @@ TA_INLINE void few_body(const int rows, const int storage, const ta_attention_ti
             for (int i = 0; i < rows; i++)
                 memcpy(dots[i] + key, lanes + i * keys, keys * sizeof(real));
         }
+        if (storage == TA_INT8)
+            scale_rows(dots[0], rows, TA_KEYS, TA_KEYS, (const real *)t->k_scales + panel);
         vec acc[TA_ACC_ROWS][TA_ACC_VECTORS];
         do {
             start_products(rows, acc, t, panel, &from);
@@ -358,19 +361,19 @@ TA_INLINE void few_body(const int rows, const int storage, const ta_attention_ti
         few_body(TA_ROWS, STORAGE, t);                         \
     }
 #define TA_ROWS 1
-TA_EACH_STORAGE(TA_INSTANCE, few_1)
+TA_EACH_KEPT(TA_INSTANCE, few_1)
 #undef TA_ROWS
 #define TA_ROWS 2
-TA_EACH_STORAGE(TA_INSTANCE, few_2)
+TA_EACH_KEPT(TA_INSTANCE, few_2)
 #undef TA_ROWS
 #if TA_FEW_ROWS >= 4
 #define TA_ROWS 4
-TA_EACH_STORAGE(TA_INSTANCE, few_4)
+TA_EACH_KEPT(TA_INSTANCE, few_4)
 #undef TA_ROWS
 #endif
 #if TA_FEW_ROWS >= 8
 #define TA_ROWS 8
-TA_EACH_STORAGE(TA_INSTANCE, few_8)
+TA_EACH_KEPT(TA_INSTANCE, few_8)
 #undef TA_ROWS
 #endif
 #undef TA_INSTANCE
@@ -380,13 +383,13 @@ static void TA_NAME(weigh_few)(const ta_attention_tile *tile)
 {
     /* By the logarithm of the number of rows. */
     static void (*const instances[][TA_STORAGES])(const ta_attention_tile *) = {
-        {TA_EACH_STORAGE(TA_ENTRY, few_1)},
-        {TA_EACH_STORAGE(TA_ENTRY, few_2)},
+        {TA_EACH_KEPT(TA_ENTRY, few_1)},
+        {TA_EACH_KEPT(TA_ENTRY, few_2)},
 #if TA_FEW_ROWS >= 4
-        {TA_EACH_STORAGE(TA_ENTRY, few_4)},
+        {TA_EACH_KEPT(TA_ENTRY, few_4)},
 #endif
 #if TA_FEW_ROWS >= 8
-        {TA_EACH_STORAGE(TA_ENTRY, few_8)},
+        {TA_EACH_KEPT(TA_ENTRY, few_8)},
 #endif
     };
     ta_attention_tile t = *tile;
@@ -426,7 +429,7 @@ TA_INLINE void value_body(const int rows, const int vectors, const int storage, 
     for (ptrdiff_t key = t->key_begin; key < t->key_end; key += lot) {
         TA_UNROLL
         for (int j = 0; j < vectors; j++)
-            if (t->next != NULL)
+            if (t->next != NULL && (storage != TA_INT8 || j * TA_VL % TA_CACHE_LINE == 0))
                 __builtin_prefetch(t->next + key * t->next_stride + (column + j * TA_VL) * t->next_size, 0,
                                    2);
         outer_products(acc, rows, vectors, lot, (const real *)t->weights + key, TA_WEIGHT_STRIDE, 1,
@@ -449,6 +452,11 @@ TA_INLINE void value_rows(const int rows, const int storage, const ta_attention_
 {
     const int many = rows > 4 ? TA_ATTENTION_NV : rows > 2 ? TA_FEW_VECTORS / 2 : TA_FEW_VECTORS;
     ptrdiff_t column = 0;
+    if (storage == TA_INT8) { /* once for all columns */
+        const ptrdiff_t first = t->key_begin / TA_VL * TA_VL;
+        scale_rows((real *)t->weights + first, rows, t->key_end - first, TA_WEIGHT_STRIDE,
+                   (const real *)t->v_scales + first);
+    }
     for (; column + many * TA_VL <= t->v_columns; column += many * TA_VL)
         value_body(rows, many, storage, t, column);
     if (many > TA_ATTENTION_NV)
@@ -468,6 +476,7 @@ TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_REAL)
 #if TA_BITS == 32
 TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_BF16)
 TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_F16)
+TA_EACH_ATTENTION_ROWS(TA_INSTANCE, TA_INT8)
 #endif
 
 static void TA_NAME(value_tile)(const ta_attention_tile *t)
@@ -477,6 +486,7 @@ static void TA_NAME(value_tile)(const ta_attention_tile *t)
 #if TA_BITS == 32
         [TA_BF16] = {TA_EACH_ATTENTION_ROWS(TA_ENTRY, TA_BF16)},
         [TA_F16] = {TA_EACH_ATTENTION_ROWS(TA_ENTRY, TA_F16)},
+        [TA_INT8] = {TA_EACH_ATTENTION_ROWS(TA_ENTRY, TA_INT8)},
 #endif
     };
     instances[t->v_storage][t->rows - 1](t);

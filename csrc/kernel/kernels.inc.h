@@ -38,6 +38,7 @@
 #include "kernel/gemm.inc.h"
 #if TA_BITS == 32
 #include "kernel/words.inc.h"
+#include "kernel/quantize.inc.h"
 #endif
 #include "kernel/exp2.inc.h"
 #include "kernel/tanh.inc.h"
@@ -70,17 +71,19 @@ const ta_kernels TA_NAME(kernels) = {
     .attention_mr = TA_ATTENTION_MR,
     .attention_nr = TA_ATTENTION_NV * TA_VL,
     .lowest_score = TA_LOWEST_SCORE,
-    .pack_rows = {TA_EACH_STORAGE(TA_ENTRY, pack_rows)},
-    .pack_columns = {TA_EACH_STORAGE(TA_ENTRY, pack_columns)},
+    .pack_rows = {TA_EACH_KEPT(TA_ENTRY, pack_rows)},
+    .pack_columns = {TA_EACH_KEPT(TA_ENTRY, pack_columns)},
     .load_row = {TA_EACH_SOURCE(TA_ENTRY, load_row)},
     .finish_row = {TA_EACH_STORAGE(TA_ENTRY, finish_row)},
     .store_row = {TA_EACH_STORAGE(TA_ENTRY, store_row)},
+    .scale_columns = TA_NAME(scale_columns),
     .merge_states = {TA_EACH_STORAGE(TA_ENTRY, merge_states)},
     .gemm_tile = TA_NAME(gemm_tile),
 #if TA_BITS == 32
     .pack_words = {TA_EACH_WORDS(TA_PACK)},
     .stream_tile = {TA_EACH_WORDS(TA_STREAM)},
     .convert_panel = {TA_EACH_WORDS(TA_CONVERT)},
+    .quantize_row = TA_NAME(quantize_row),
 #endif
 #if TA_BITS == 32 && defined(TA_HAS_DOTS)
     .pack_halves = TA_NAME(pack_halves),
@@ -116,6 +119,7 @@ const ta_kernels TA_NAME(kernels) = {
 #undef TA_STREAM
 #undef TA_CONVERT
 #undef TA_EACH_STORAGE
+#undef TA_EACH_KEPT
 
 /* The other macros mean the same for both element types and stand. */
 #undef real

@@ -80,7 +80,7 @@ TA_INLINE void pack_rows_body(const int storage, real *dst, const void *const *r
     {                                                                                         \
         pack_rows_body(STORAGE, dst, rows, count, depth, column_stride);                      \
     }
-TA_EACH_STORAGE(TA_INSTANCE, pack_rows)
+TA_EACH_KEPT(TA_INSTANCE, pack_rows)
 #undef TA_INSTANCE
 
 #define load_row_body TA_NAME(load_row_body)
@@ -153,5 +153,20 @@ TA_INLINE void pack_columns_body(const int storage, real *dst, const char *row, 
         pack_columns_body(STORAGE, dst, src, depth, columns, width, row_stride, column_stride, \
                           (real)scale);                                                        \
     }
-TA_EACH_STORAGE(TA_INSTANCE, pack_columns)
+TA_EACH_KEPT(TA_INSTANCE, pack_columns)
 #undef TA_INSTANCE
+
+/* rows[i][j] *= scales[j] for i < count and j < columns, rounded up to whole vectors. */
+#define scale_rows TA_NAME(scale_rows)
+TA_INLINE void scale_rows(real *rows, ptrdiff_t count, ptrdiff_t columns, ptrdiff_t row_stride,
+                          const real *scales)
+{
+    for (ptrdiff_t i = 0; i < count; i++, rows += row_stride)
+        for (ptrdiff_t j = 0; j < columns; j += TA_VL)
+            vec_store(rows + j, vec_load(rows + j) * vec_load(scales + j));
+}
+
+static void TA_NAME(scale_columns)(void *dst, const void *scales, ptrdiff_t depth, ptrdiff_t width)
+{
+    scale_rows(dst, depth, width, width, scales);
+}

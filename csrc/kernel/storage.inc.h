@@ -2,12 +2,14 @@
  *
  * Kernels compute in `real`; an array may hold something else (ta_storage). A kernel that meets one is
  * a body for a constant storage, of which TA_EACH_STORAGE makes the instances:
- * X(storage, name of the kernel for it).
+ * X(storage, name of the kernel for it). TA_EACH_KEPT is for what keys and values may be kept as.
  */
 #if TA_BITS == 32
 #define TA_EACH_STORAGE(X, name) X(TA_REAL, name) X(TA_BF16, name##_bf16) X(TA_F16, name##_f16)
+#define TA_EACH_KEPT(X, name) TA_EACH_STORAGE(X, name) X(TA_INT8, name##_int8)
 #else
 #define TA_EACH_STORAGE(X, name) X(TA_REAL, name)
+#define TA_EACH_KEPT TA_EACH_STORAGE
 #endif
 
 /* For double too, and from the other of float and double. */
@@ -22,6 +24,8 @@ TA_INLINE ptrdiff_t stored_size(const int storage)
         return sizeof(real);
     case TA_OTHER_REAL:
         return sizeof(other_real);
+    case TA_INT8:
+        return 1;
     default:
         return sizeof(uint16_t);
     }
@@ -37,6 +41,8 @@ TA_INLINE real load_one(const int storage, const void *from)
         return real_from_f16(*(const uint16_t *)from);
     case TA_OTHER_REAL:
         return (real) * (const other_real *)from;
+    case TA_INT8:
+        return *(const signed char *)from;
     default:
         return *(const real *)from;
     }
@@ -52,6 +58,10 @@ TA_INLINE vec load_vector(const int storage, const void *from)
         return vec_load_f16(from);
     case TA_OTHER_REAL:
         return vec_load_other(from);
+#if TA_BITS == 32
+    case TA_INT8:
+        return vec_load_int8(from);
+#endif
     default:
         return vec_load(from);
     }

@@ -90,6 +90,12 @@ static inline vec vec_load_bf16(const uint16_t *from)
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16);
 }
 
+#define vec_load_int8 TA_NAME(vec_load_int8)
+static inline vec vec_load_int8(const signed char *from)
+{
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+}
+
 static inline vec vec_load_f16(const uint16_t *from)
 {
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));

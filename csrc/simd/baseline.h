@@ -90,6 +90,28 @@ static inline vec vec_load_bf16(const uint16_t *from)
     return __builtin_convertvector((floats)(load_words(from) << 16), vec);
 }
 
+#if TA_BITS == 32
+#define vec_load_int8 TA_NAME(vec_load_int8)
+static inline vec vec_load_int8(const signed char *from)
+{
+#if defined(__aarch64__)
+    int32x2_t four = vdup_n_s32(0);
+    memcpy(&four, from, TA_VL);
+    return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)four))));
+#elif defined(__SSE2__)
+    int four;
+    memcpy(&four, from, TA_VL);
+    __m128i twice = _mm_unpacklo_epi8(_mm_cvtsi32_si128(four), _mm_cvtsi32_si128(four));
+    return (vec)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(twice, twice), 24));
+#else
+    typedef signed char bytes __attribute__((vector_size(TA_VL)));
+    bytes b;
+    memcpy(&b, from, sizeof b);
+    return __builtin_convertvector(b, vec);
+#endif
+}
+#endif
+
 #define vec_load_other TA_NAME(vec_load_other)
 static inline vec vec_load_other(const other_real *from)
 {

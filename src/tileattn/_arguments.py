@@ -56,6 +56,8 @@ class AttentionArguments(NamedTuple):
     visibility: Visibility
     arithmetic: Arithmetic | None
     out: Array | None
+    k_scales: Array | None = None  # [B, S, K], of k and v in int8, which only a cache has
+    v_scales: Array | None = None
 
 
 class VarlenArguments(NamedTuple):
@@ -134,6 +136,8 @@ class CacheSpan(NamedTuple):
 
     keys: Array  # [B, slots, K, H]
     values: Array  # [B, slots, K, Hv]
+    key_scales: Array | None  # [B, slots, K], of int8
+    value_scales: Array | None
     is_ring: bool
     starts: Integers | None  # [B], the positions that new keys go to; None for no new ones
     counts: Integers | None  # [B], how many of them, or None for all
@@ -153,6 +157,8 @@ class CacheParameters:
     window: int | None
     _keys: Array
     _values: Array
+    _key_scales: Array | None
+    _value_scales: Array | None
     _lengths: Integers  # replaced, never changed in place
     _longest: Integers  # likewise; the most that a ring's sequences have had since they were empty
 
@@ -172,6 +178,8 @@ class CacheParameters:
         return CacheSpan(
             self._keys,
             self._values,
+            self._key_scales,
+            self._value_scales,
             self.window is not None,
             None,
             None,
@@ -201,7 +209,15 @@ class CacheParameters:
                 f"{limit}"
             )
         return CacheSpan(
-            self._keys, self._values, window is not None, self._lengths, counts, lengths, longest
+            self._keys,
+            self._values,
+            self._key_scales,
+            self._value_scales,
+            window is not None,
+            self._lengths,
+            counts,
+            lengths,
+            longest,
         )
 
     def _advance(self, span: CacheSpan) -> None:
@@ -991,7 +1007,7 @@ def check_array(
 def check_stored_type(name: str, stored: np.dtype[Any], dtype: np.dtype[Any]) -> None:
     """Raise unless a cache of that type is for arithmetic in `dtype`."""
     if arithmetic_type(stored) != dtype:
-        halves = ", float16 or bfloat16" if dtype == np.float32 else ""
+        halves = ", float16, bfloat16 or int8" if dtype == np.float32 else ""
         raise TypeError(f"{name} is {stored}, expected {dtype}{halves}")
 
 

@@ -13,6 +13,7 @@ cdef extern from "tileattn.h" nogil:
         TA_BF16
         TA_F16
         TA_OTHER_REAL
+        TA_INT8
         TA_STORAGES
         TA_WORDS_NONE
         TA_WORDS_BF16
@@ -99,6 +100,8 @@ cdef extern from "tileattn.h" nogil:
         const void *v
         Py_ssize_t v_stride
         int v_storage
+        const void *k_scales
+        const void *v_scales
         Py_ssize_t key_start
         Py_ssize_t key_begin
         Py_ssize_t key_end
@@ -170,6 +173,9 @@ cdef extern from "tileattn.h" nogil:
                                         void *lse, const void *out, const void *row_max,
                                         const void *row_sum) noexcept nogil
         void (*store_row[TA_STORAGES])(void *dst, const void *src, Py_ssize_t count) noexcept nogil
+        void (*quantize_row)(void *dst, void *scale, const void *src, Py_ssize_t count) noexcept nogil
+        void (*scale_columns)(void *dst, const void *scales, Py_ssize_t depth,
+                              Py_ssize_t width) noexcept nogil
         void (*merge_states[TA_STORAGES])(const ta_merge_tile *tile) noexcept nogil
         void (*gemm_tile)(const ta_gemm_tile *tile) noexcept nogil
         void (*pack_words[TA_WORDS_TYPES])(void *dst, const void *src, Py_ssize_t depth,

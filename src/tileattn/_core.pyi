@@ -77,6 +77,8 @@ def attention(
     ring: bool = ...,
     report: bool = ...,
     float32: bool = ...,
+    k_scales: _Array | None = None,
+    v_scales: _Array | None = None,
 ) -> Any: ...  # with a report the fields of a Plan, else None
 def attention_weights(
     q: _Array,
@@ -106,6 +108,8 @@ def append(
     v: _Array,
     keys: _Array,
     values: _Array,
+    key_scales: _Array | None,
+    value_scales: _Array | None,
     starts: _Integers,
     counts: _Integers,
     threads: int,

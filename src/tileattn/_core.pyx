@@ -97,6 +97,10 @@ cdef struct Array:
     int storage            # of its elements: a ta_storage
     Py_ssize_t shape[4]
     Py_ssize_t stride[4]   # in elements
+    # Of TA_INT8, else NULL: that of row i, j, l lies at i * scale_stride[0] + j + l * scale_stride[1], and
+    # behind those of all j come as many as fill a panel.
+    float *scales
+    Py_ssize_t scale_stride[2]
 
 
 cdef int read_array(object source, Array *array, bint writable=False) except -1:
@@ -105,6 +109,7 @@ cdef int read_array(object source, Array *array, bint writable=False) except -1:
     PyObject_GetBuffer(source, &view, PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0))
     array.data = <char *>view.buf
     array.storage = TA_REAL
+    array.scales = NULL
     cdef int i
     for i in range(view.ndim):
         array.shape[i] = view.shape[i]
@@ -121,8 +126,22 @@ cdef int read_stored(const ta_kernels *kernels, object source, Array *array,
     if itemsize == 2:
         storage = TA_F16 if source.dtype.kind == "f" else TA_BF16
         source = source.view("uint16")  # bfloat16 has no buffer of its own
+    elif itemsize == 1:
+        storage = TA_INT8
     read_array(source, array, writable)
     array.storage = storage
+    return 0
+
+
+cdef int read_kept(const ta_kernels *kernels, object source, object scales, Array *array,
+                   bint writable=False) except -1:
+    """The same of keys or values [B, S, K, ...]; int8 comes with scales[B, S, K], others with None."""
+    cdef Array of_rows
+    read_stored(kernels, source, array, writable)
+    if scales is not None:
+        read_array(scales, &of_rows, writable)
+        array.scales = <float *>of_rows.data
+        array.scale_stride[0], array.scale_stride[1] = of_rows.stride[0], of_rows.stride[2]
     return 0
 
 
@@ -139,6 +158,8 @@ cdef inline Py_ssize_t size_of(const ta_kernels *kernels, const Array *x) noexce
     """Bytes of an element."""
     if x.storage == TA_REAL:
         return kernels.itemsize
+    if x.storage == TA_INT8:
+        return 1
     return 12 - kernels.itemsize if x.storage == TA_OTHER_REAL else 2
 
 
@@ -587,7 +608,11 @@ cdef void finish_position(const Heads *h, Py_ssize_t b, Py_ssize_t t, Py_ssize_t
         kernels.rotate_row(out, x, h.cos + angles, h.sin + angles, &rope)
     elif out != x:
         memcpy(out, x, count * rope.head_dim * itemsize)
-    if is_stored:
+    if h.out.storage == TA_INT8:
+        for i in range(count):
+            kernels.quantize_row(to + i * rope.head_dim, scales_of(&h.out, b, row, n + i),
+                                 out + i * rope.head_dim * itemsize, rope.head_dim)
+    elif is_stored:
         kernels.store_row[h.out.storage](to, out, count * rope.head_dim)
 
 
@@ -854,6 +879,11 @@ cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
     return x.data + (i * x.stride[0] + j * x.stride[1] + l * x.stride[2]) * itemsize
 
 
+cdef inline float *scales_of(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l) noexcept nogil:
+    """Those of rows i, j, l, then i, j + 1, l, and so on; NULL if rows have none."""
+    return NULL if x.scales == NULL else x.scales + i * x.scale_stride[0] + j + l * x.scale_stride[1]
+
+
 cdef inline Py_ssize_t position_of(const Attention *a, Py_ssize_t t) noexcept nogil:
     return t if a.positions == NULL else a.positions[t]
 
@@ -931,6 +961,7 @@ cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t k
                  Py_ssize_t begin, Py_ssize_t end, char *packed) noexcept nogil:
     """Packs the panels that hold keys [begin, end) of a block; a last panel repeats its last key."""
     cdef const void *pointers[TA_MAX_PANEL]
+    cdef float scales[TA_MAX_PANEL]
     cdef Py_ssize_t itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.k)
     cdef Py_ssize_t H = a.k.shape[3], nr = a.kernels.attention_nr, slot = key_start % a.ring, panel, i
     for panel in range(begin // nr, ceil_div(end, nr)):
@@ -938,15 +969,25 @@ cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t k
             pointers[i] = at3(&a.k, b, slot + min(panel * nr + i, end - 1), head, size)
         a.kernels.pack_rows[a.k.storage](packed + panel * nr * H * itemsize, pointers, <int>nr, H,
                                          a.k.stride[3])
+        if a.k.storage == TA_INT8:
+            for i in range(nr):
+                scales[i] = scales_of(&a.k, b, slot + min(panel * nr + i, end - 1), head)[0]
+            a.kernels.scale_columns(packed + panel * nr * H * itemsize, scales, H, nr)
 
 
 cdef void pad_rows(const Attention *a, const Array *x, Py_ssize_t b, Py_ssize_t head,
                    Py_ssize_t key_start, Py_ssize_t begin, Py_ssize_t end, char *padded) noexcept nogil:
     """Keys or values [begin, end) of a block, each padded to whole vectors."""
-    cdef Py_ssize_t width = width_of(a, x), itemsize = a.kernels.itemsize
+    cdef Py_ssize_t width = width_of(a, x), itemsize = a.kernels.itemsize, key
+    cdef Py_ssize_t slot = key_start % a.ring
+    if x.storage == TA_INT8:
+        for key in range(begin, end):
+            a.kernels.pack_columns[TA_INT8](
+                padded + key * width * itemsize, at3(x, b, slot + key, head, 1), 1, x.shape[3], width,
+                x.stride[1], x.stride[3], scales_of(x, b, slot + key, head)[0])
+        return
     a.kernels.pack_columns[x.storage](
-        padded + begin * width * itemsize,
-        at3(x, b, key_start % a.ring + begin, head, size_of(a.kernels, x)),
+        padded + begin * width * itemsize, at3(x, b, slot + begin, head, size_of(a.kernels, x)),
         end - begin, x.shape[3], width, x.stride[1], x.stride[3], 1.0)
 
 
@@ -1226,6 +1267,8 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
             v = Values(s.v, t.v_columns, TA_REAL, -1)
             if a.v_in_place:
                 v = Values(at3(&a.v, b, block % a.ring, head, v_size), a.v.stride[1], a.v.storage, -1)
+            t.k_scales = scales_of(&a.k, b, block % a.ring, head)
+            t.v_scales = scales_of(&a.v, b, block % a.ring, head)
             next_head = head + 1 if head + 1 < head_end else head_begin
             next_block = block if head + 1 < head_end else block + step
             next_k = at3(&a.k, b, next_block % a.ring, next_head, k_size)
@@ -1662,7 +1705,10 @@ cdef void append_item(const void *plan, Py_ssize_t item, Py_ssize_t items, char 
                 row = to
             kernels.load_row[source.storage](
                 row, at3(source, b, t, head, size_of(kernels, source)), width, source.stride[3])
-            if target.storage != TA_REAL:
+            if target.storage == TA_INT8:
+                kernels.quantize_row(
+                    to, scales_of(target, b, (a.starts[b] + t) % target.shape[1], head), row, width)
+            elif target.storage != TA_REAL:
                 kernels.store_row[target.storage](to, row, width)
 
 
@@ -1725,6 +1771,8 @@ def kernel_table(str dtype):
         "finish_row": [<uintptr_t>k.finish_row[i] for i in range(TA_STORAGES)],
         "merge_states": [<uintptr_t>k.merge_states[i] for i in range(TA_STORAGES)],
         "store_row": [<uintptr_t>k.store_row[i] for i in range(TA_STORAGES)],
+        "quantize_row": <uintptr_t>k.quantize_row,
+        "scale_columns": <uintptr_t>k.scale_columns,
         "gemm_tile": <uintptr_t>k.gemm_tile,
         "pack_words": [<uintptr_t>k.pack_words[i] for i in range(TA_WORDS_TYPES)],
         "stream_tile": [<uintptr_t>k.stream_tile[i] for i in range(TA_WORDS_TYPES)],
@@ -2032,6 +2080,7 @@ cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_
     cdef Array array
     array.data = data
     array.storage = TA_REAL
+    array.scales = NULL
     array.shape[0], array.shape[1], array.shape[2], array.shape[3] = B, T, N, H
     array.stride[0], array.stride[1], array.stride[2], array.stride[3] = T * N * H, N * H, H, 1
     return array
@@ -2163,11 +2212,12 @@ cdef class Memory:
         ta_release(self.data)
 
 
-def append(k, v, keys, values, starts, counts, int threads):
+def append(k, v, keys, values, key_scales, value_scales, starts, counts, int threads):
     """Rows t < counts[b] of k[B, T, K, H] and v[B, T, K, Hv] into keys and values [B, slots, K, ...].
 
     Row t of sequence b goes to slot (starts[b] + t) modulo slots. The types may differ within float32,
-    float16 and bfloat16. All is checked by the caller.
+    float16 and bfloat16, and become int8 with scales[B, slots, K], None for others. All is checked by the
+    caller.
     """
     cdef Append a
     cdef Scratch scratch
@@ -2175,8 +2225,8 @@ def append(k, v, keys, values, starts, counts, int threads):
     a.kernels = kernels_for(8 if k.itemsize == 8 else 4)
     read_stored(a.kernels, k, &a.source[0])
     read_stored(a.kernels, v, &a.source[1])
-    read_stored(a.kernels, keys, &a.target[0], True)
-    read_stored(a.kernels, values, &a.target[1], True)
+    read_kept(a.kernels, keys, key_scales, &a.target[0], True)
+    read_kept(a.kernels, values, value_scales, &a.target[1], True)
     a.starts = read_integers(starts)
     a.counts = read_integers(counts)
     threads = team_size(threads, 8.0 * (k.size + v.size))
@@ -2214,13 +2264,14 @@ cdef dict describe(const Attention *a, int threads, Py_ssize_t items, Py_ssize_t
 
 
 def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility not None, int threads,
-              query_starts=None, key_starts=None, bint ring=False, bint report=False, bint float32=False):
+              query_starts=None, key_starts=None, bint ring=False, bint report=False, bint float32=False,
+              k_scales=None, v_scales=None):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
     as are `scores` and `visibility`. With starts[sequences + 1] the arrays' B is 1, and
     sequences lie one after the other along T and S. In a ring position j of key_value_lengths lies at j
-    modulo S, which is a multiple of TA_KEY_BLOCK.
+    modulo S, which is a multiple of TA_KEY_BLOCK. Keys and values of int8 come with scales (see read_kept).
 
     If q, k and v are all bfloat16, they are multiplied in dot products where the CPU has them, unless
     float32 is asked for.
@@ -2244,8 +2295,8 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
     cdef int[1] team
     a.kernels = kernels_for(8 if q.itemsize == 8 else 4)
     read_stored(a.kernels, q, &a.q)
-    read_stored(a.kernels, k, &a.k)
-    read_stored(a.kernels, v, &a.v)
+    read_kept(a.kernels, k, k_scales, &a.k)
+    read_kept(a.kernels, v, v_scales, &a.v)
     if out is not None:
         read_stored(a.kernels, out, &a.out, True)
     a.lse.data = NULL
@@ -2447,8 +2498,8 @@ cdef int read_span(const ta_kernels *kernels, span, Fresh *fresh) except -1:
     if span is None:
         return 0
     is_written = span.starts is not None
-    read_stored(kernels, span.keys, &fresh.slots[0], is_written)
-    read_stored(kernels, span.values, &fresh.slots[1], is_written)
+    read_kept(kernels, span.keys, span.key_scales, &fresh.slots[0], is_written)
+    read_kept(kernels, span.values, span.value_scales, &fresh.slots[1], is_written)
     fresh.starts = read_integers(span.starts)
     fresh.counts = read_integers(span.counts)
     return 0

@@ -259,6 +259,8 @@ def attend(
         threads,
         ring=is_ring,
         float32=a.arithmetic == "float32",
+        k_scales=a.k_scales,
+        v_scales=a.v_scales,
     )
     return out, lse
 

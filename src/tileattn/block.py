@@ -684,7 +684,7 @@ class AttentionBlock(SetOnce):
         key_value_seq_lengths : int array [B], optional
             Only the first positions of each sequence are taken, and seen.
         dtype : dtype, optional
-            Of the cache: by default the block's, or float16 or bfloat16 for a block of float32.
+            Of the cache: the block's by default, or float16, bfloat16 or int8 for one of float32.
         num_threads : int, optional
             For this call, by default `get_num_threads()`.
 

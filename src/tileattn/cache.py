@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tileattn import _core
 from tileattn._arguments import (
     FLOAT_TYPES,
+    HALF_TYPES,
     Arithmetic,
     Array,
     AttentionArguments,
@@ -35,6 +36,7 @@ from tileattn.config import resolve_threads
 
 CACHE_LINE = 64
 ASIDE = -1
+INT8 = np.dtype(np.int8)
 
 
 class KVCache(CacheParameters):
@@ -56,7 +58,7 @@ class KVCache(CacheParameters):
     dtype : dtype, optional
         What keys and values are stored as: float32, float64, or float16 or bfloat16 (which needs
         the package ml_dtypes) for half the memory and traffic; these are rounded to the nearest
-        when appended, and computed with in float32.
+        when appended, and computed with in float32. Or int8, for about a quarter: see below.
     window : int, optional
         Keep only what a sliding window of so many positions sees: each position sees itself and the
         ``window - 1`` before it, as with ``local_window_size=(window - 1, 0)``. Sequences may then
@@ -75,6 +77,13 @@ class KVCache(CacheParameters):
     what the block projects goes here without a detour. Layers that share keys and values share a
     cache: one appends, all attend; a second block reads what the first has added with
     ``block(x, context=cache, query_offset=cache.lengths - T)``.
+
+    **int8.** Each row, the key or the value of one position and head, is kept as integers from -127
+    to 127 and a float32 scale. Attention is what float32 gives of their products,
+    ``cache.keys * cache.key_scales[..., None]``, and of the values likewise. Such a product is off
+    by at most half a scale and its own rounding; the scale is 1/127 of the row's largest number, no
+    less than 2**-126, or 0 for a row of zeros. A row with a NaN or an infinity is all NaN, as its
+    scale is.
 
     Several threads may attend at a time, but nothing else while one appends, truncates, reorders or
     resets.
@@ -148,8 +157,19 @@ class KVCache(CacheParameters):
             )
             offset += self.batch * slots * step
         self._keys, self._values = arrays
+        self._key_scales = self._value_scales = None
+        if self.dtype == INT8:
+            self._key_scales, self._value_scales = (self._make_scales(slots) for _ in "kv")
         self._lengths = np.zeros(self.batch, np.int64)
         self._longest = np.zeros(self.batch, np.int64)
+
+    def _make_scales(self, slots: int) -> Array:
+        """[B, slots, K]; those of a head lie side by side, and fill what a kernel reads at once."""
+        padded = -(-slots // _core.KEY_BLOCK) * _core.KEY_BLOCK
+        memory = memoryview(_core.Memory(self.batch * self.num_kv_heads * padded * 4))
+        shape = (self.batch, self.num_kv_heads, padded)
+        scales: Array = np.ndarray(shape, np.float32, memory)
+        return scales[..., :slots].swapaxes(1, 2)
 
     def __repr__(self) -> str:
         parts = [f"B={self.batch}", f"capacity={self.capacity}"]
@@ -170,7 +190,7 @@ class KVCache(CacheParameters):
         """The keys where they lie, [B, slots, K, H], read-only.
 
         Position j lies in slot ``j % slots``; there are `capacity` slots, or somewhat more in a
-        ring. Slots not in use hold anything.
+        ring. Slots not in use hold anything. Integers of int8 count in `key_scales`.
         """
         return _read_only(self._keys)
 
@@ -180,9 +200,24 @@ class KVCache(CacheParameters):
         return _read_only(self._values)
 
     @property
+    def key_scales(self) -> Array | None:
+        """The factors of `keys` in int8, float32 [B, slots, K], read-only; None for others."""
+        return None if self._key_scales is None else _read_only(self._key_scales)
+
+    @property
+    def value_scales(self) -> Array | None:
+        """The factors of `values` in int8; as `key_scales`."""
+        return None if self._value_scales is None else _read_only(self._value_scales)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that keys and values take when all slots are in use."""
-        return sum(a.shape[0] * a.strides[0] for a in (self._keys, self._values))
+        """Bytes that keys and values, with their scales, take when all slots are in use."""
+        return sum(a.shape[0] * a.strides[0] for a in self._arrays())
+
+    def _arrays(self) -> list[Array]:
+        """All that is kept of a position, [B, slots, ...]."""
+        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
+        return [a for a in arrays if a is not None]
 
     def append(
         self,
@@ -198,7 +233,8 @@ class KVCache(CacheParameters):
         ----------
         k : array [B, T, K, H]
             Keys, of the cache's dtype, or float32 for a cache of float16 or bfloat16, to which
-            they are rounded: what is beyond 65504 becomes infinite as float16.
+            they are rounded: what is beyond 65504 becomes infinite as float16. For a cache of int8
+            they are float32, float16 or bfloat16.
         v : array [B, T, K, Hv]
             Values, likewise.
         seq_lengths : int array [B], optional
@@ -239,7 +275,17 @@ class KVCache(CacheParameters):
         if counts is None:
             counts = np.full(B, T, np.int64)
         if T:
-            _core.append(k, v, self._keys, self._values, self._lengths, counts, threads)
+            _core.append(
+                k,
+                v,
+                self._keys,
+                self._values,
+                self._key_scales,
+                self._value_scales,
+                self._lengths,
+                counts,
+                threads,
+            )
         self._advance(span)
 
     @overload
@@ -300,7 +346,7 @@ class KVCache(CacheParameters):
         ----------
         q : array [B, T, N, H]
             Queries of the T positions appended last, so that the last row of q stands at position
-            ``lengths - 1``; of the cache's dtype, or float32 for a cache of float16 or bfloat16.
+            ``lengths - 1``; of a dtype that `append` takes.
         is_causal : bool, optional
             Each position sees itself and those before it; otherwise all.
         local_window_size : int or (left, right), optional
@@ -364,7 +410,16 @@ class KVCache(CacheParameters):
             keys, values = keys[:, :used], values[:, :used]
         visibility = self._see(is_causal, offset, counts, self._lengths, window)
         arguments = AttentionArguments(
-            q, keys, values, True, scores, visibility, checked_arithmetic, out
+            q,
+            keys,
+            values,
+            True,
+            scores,
+            visibility,
+            checked_arithmetic,
+            out,
+            self._key_scales,
+            self._value_scales,
         )
         y, lse = attend(arguments, return_lse, threads, is_ring=self.window is not None)
         return y if lse is None else (y, lse)
@@ -459,7 +514,7 @@ class KVCache(CacheParameters):
         moves = {b: int(a) for b, a in enumerate(source) if a != b}
         readers = np.bincount(list(moves.values()), minlength=self.batch)
         free = [b for b in moves if readers[b] == 0]
-        arrays = (self._keys, self._values)
+        arrays = self._arrays()
         aside: list[Array] = []
         while moves:
             if not free:  # only cycles are left: one sequence steps aside
@@ -499,12 +554,13 @@ class KVCache(CacheParameters):
     def _check_input(self, name: str, value: npt.ArrayLike) -> Array:
         array = check_array(name, value, halves=True)
         allowed = dict.fromkeys((self.dtype, arithmetic_type(self.dtype)))
-        if array.dtype not in allowed:
-            raise TypeError(
-                f"{name} has dtype {array.dtype}, expected {' or '.join(map(str, allowed))}; "
-                f"convert it with .astype"
-            )
-        return array
+        if array.dtype in allowed or (self.dtype == INT8 and is_half(array.dtype)):
+            return array
+        types = ("float32", *HALF_TYPES) if self.dtype == INT8 else map(str, allowed)
+        expected = " or ".join(types)
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, expected {expected}; convert it with .astype"
+        )
 
 
 def _check_size(name: str, value: Any) -> int:
@@ -522,14 +578,13 @@ def _check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
             raise TypeError(
                 "dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes"
             ) from None
+    allowed = "int8, float16, bfloat16, float32 or float64"
     try:
         native = np.dtype(dtype).newbyteorder("=")
     except TypeError:
-        raise TypeError(
-            f"dtype must be float16, bfloat16, float32 or float64, not {dtype!r}"
-        ) from None
-    if native not in FLOAT_TYPES and not is_half(native):
-        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, not {native}")
+        raise TypeError(f"dtype must be {allowed}, not {dtype!r}") from None
+    if native not in (*FLOAT_TYPES, INT8) and not is_half(native):
+        raise TypeError(f"dtype must be {allowed}, not {native}")
     return native
 
 

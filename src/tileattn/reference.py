@@ -73,6 +73,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: Scores held at once: 1 Mi float64 of them are 8 MiB, small beside the arrays worth a loop.
 SCORES_AT_ONCE = 1 << 20
 
+#: Of a row of int8: a smaller one would be subnormal, and 127 times a larger one infinite.
+SMALLEST_SCALE, LARGEST_SCALE = np.float32(2.0**-126), np.float32(8454659 * 2.0**98)
+
 
 def visible(
     B: int,
@@ -870,12 +873,32 @@ def _store(span: CacheSpan, b: int, k_TKH: Array, v_TKH: Array) -> None:
     assert span.starts is not None
     count = len(k_TKH) if span.counts is None else span.counts[b]
     slots = (span.starts[b] + np.arange(count)) % span.keys.shape[1]
-    span.keys[b, slots], span.values[b, slots] = k_TKH[:count], v_TKH[:count]
+    for rows, kept, scales in (
+        (k_TKH[:count], span.keys, span.key_scales),
+        (v_TKH[:count], span.values, span.value_scales),
+    ):
+        if scales is None:
+            kept[b, slots] = rows
+        else:
+            kept[b, slots], scales[b, slots] = _quantize(rows)
+
+
+def _quantize(rows: Array) -> tuple[Array, Array]:
+    """Rows of float32 as int8 and a scale each, NaN where a row is not finite, 0 for zeros."""
+    size = np.abs(rows).max(axis=-1)
+    scale = np.clip(size / np.float32(127), SMALLEST_SCALE, LARGEST_SCALE)
+    scale = np.where(size == 0, np.float32(0), scale)
+    scale = np.where(np.isfinite(size), scale, np.float32(np.nan))
+    values = np.rint(rows / scale[..., None])
+    return np.nan_to_num(values, nan=0).astype(np.int8), scale
 
 
 def _stored(span: CacheSpan, b: int, visibility: Visibility) -> tuple[Array, Array, Visibility]:
     """The keys and values that a cache has of sequence b, in order, and who sees them."""
     keys, values = span.keys[b], span.values[b]
+    if span.key_scales is not None and span.value_scales is not None:
+        keys = keys * span.key_scales[b, ..., None]
+        values = values * span.value_scales[b, ..., None]
     if not span.is_ring:
         S = span.lengths.max()
         return keys[:S], values[:S], visibility

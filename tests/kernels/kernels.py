@@ -99,6 +99,8 @@ class AttentionTile(Structure):
         ("v", c_void_p),
         ("v_stride", c_ssize_t),
         ("v_storage", c_int),
+        ("k_scales", c_void_p),
+        ("v_scales", c_void_p),
         ("key_start", c_ssize_t),
         ("key_begin", c_ssize_t),
         ("key_end", c_ssize_t),
@@ -168,6 +170,8 @@ PROTOTYPES = {
     "pack_columns": (None, c_void_p, c_void_p, *[c_ssize_t] * 5, c_double),
     "load_row": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t),
     "store_row": (None, c_void_p, c_void_p, c_ssize_t),
+    "quantize_row": (None, c_void_p, c_void_p, c_void_p, c_ssize_t),
+    "scale_columns": (None, c_void_p, c_void_p, c_ssize_t, c_ssize_t),
     "merge_states": (None, POINTER(MergeTile)),
     "gemm_tile": (None, POINTER(GemmTile)),
     "pack_words": (None, c_void_p, c_void_p, *[c_ssize_t] * 5),
@@ -224,7 +228,7 @@ class Kernels:
         self.isa = _core.active_isa()
         # in the order of enum ta_storage
         other = np.float64 if self.dtype == np.float32 else np.float32
-        storages = [np.dtype(d) for d in (dtype, bfloat16, np.float16, other)]
+        storages = [np.dtype(d) for d in (dtype, bfloat16, np.float16, other, np.int8)]
         for name, value in _core.kernel_table(self.dtype.name).items():
             if name in PROTOTYPES:
                 function = CFUNCTYPE(*PROTOTYPES[name])

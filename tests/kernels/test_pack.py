@@ -34,7 +34,8 @@ def pack_rows(kernels, rows, depth, column_stride):
 
 def spread(row, stride):
     """The row at a stride, in memory exactly as long as it needs: what lies behind is foreign."""
-    memory = np.full(max(1, len(row) * max(1, abs(stride))), np.nan, row.dtype)
+    foreign = 99 if row.dtype == np.int8 else np.nan
+    memory = np.full(max(1, len(row) * max(1, abs(stride))), foreign, row.dtype)
     if not len(row):
         return memory
     if stride == 0:
