@@ -52,7 +52,8 @@ class Attention:
     """q[B, T, N, H], k and v[B, S, K, H]; causal means that the last query sees the last key.
 
     Options: a bias[B, N, T, S], a mask[B, 1, 1, S] that shows so many keys of each sequence, the
-    keys that a causal query sees, its own included, and q, k and v of bfloat16.
+    keys that a causal query sees, its own included, q, k and v of bfloat16, and a cache that has k
+    and v in int8.
     """
 
     label: str
@@ -68,6 +69,7 @@ class Attention:
     lengths: tuple[int, ...] | None = None
     window: int | None = None
     bfloat16: bool = False
+    int8: bool = False
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ class Attention:
     @property
     def plain(self) -> Attention:
         """Without its options."""
-        return replace(self, bias=False, lengths=None, window=None, bfloat16=False)
+        return replace(self, bias=False, lengths=None, window=None, bfloat16=False, int8=False)
 
     @property
     def of_limit(self) -> Limit:
@@ -267,6 +269,7 @@ OPTIONS = (
     ),
     Attention("W1 window", B=1, T=8192, S=8192, N=8, K=2, H=64, causal=True, window=512),
     Attention("D1 bfloat16", *_DECODE[0][1:], cold=True, bfloat16=True),
+    Attention("D1 int8", *_DECODE[0][1:], cold=True, int8=True),
 )
 
 _RAGGED = (500, 35, 128, 17, 260, 90, 411, 64, 22, 149, 310, 77, 190, 12, 45, 233)
