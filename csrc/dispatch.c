@@ -44,7 +44,8 @@ static int supported_avx512(void)
 static int supported_avx512_bf16(void)
 {
     unsigned a, b, c, d;
-    return supported_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bit_AVX512BF16);
+    return supported_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & bit_AVX512VNNI) &&
+           __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bit_AVX512BF16);
 }
 
 /* Intel's take twice the time of multiply-adds in float (76 against 150 GFLOP/s on Sapphire Rapids), AMD's
@@ -58,7 +59,7 @@ static int has_fast_bf16(void)
 static int supported_amx(void)
 {
     unsigned a, b, c, d;
-    const unsigned wanted = bit_AMX_TILE | bit_AMX_BF16;
+    const unsigned wanted = bit_AMX_TILE | bit_AMX_BF16 | bit_AMX_INT8;
     return supported_avx512_bf16() && system_saves(TILES) && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
            (d & wanted) == wanted;
 }

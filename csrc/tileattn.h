@@ -99,12 +99,15 @@ typedef struct ta_dot_tile {
     ptrdiff_t next_bytes;
 } ta_dot_tile;
 
-/* An instruction set's bfloat16 dot products. What a row of C holds does not depend on the other rows. */
+/* An instruction set's dot products of bfloat16, and of int8. What a row of C holds does not depend on the
+ * other rows. */
 typedef struct ta_dots {
     int (*allowed)(void); /* whether the operating system lets this process use them; asks it to */
     void (*begin)(void);  /* before a thread's first product, and after its last */
     void (*end)(void);
     void (*multiply)(const ta_dot_tile *tile);
+    /* The same of words of four int8; C is int32, and is not added to. */
+    void (*multiply_bytes)(const ta_dot_tile *tile);
     /* To bfloat16, to nearest, ties to even: a step's elements side by side, the next step's dst_step
      * further. count is whole lots of 16. */
     void (*round)(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count);
@@ -270,6 +273,10 @@ typedef struct ta_kernels {
     int (*drop_strays)(uint32_t *words, ptrdiff_t count);
     /* gemm_tile up to TA_DOT_ROWS rows, with words [lot][step][row] as its a, lots a_lot apart. */
     void (*gemm_dots)(const ta_gemm_tile *tile, ptrdiff_t a_lot, const ta_dots *dots);
+    /* C = scaled A B + bias over the whole depth, with words of four int8 in A and B, the scales of A's
+     * rows and of B's columns. */
+    void (*gemm_bytes)(const ta_gemm_tile *tile, ptrdiff_t a_lot, const float *row_scales,
+                       const float *column_scales, const ta_dots *dots);
     /* weigh_tile up to TA_WEIGH_ROWS rows, with products that lack `scale` as its q. */
     void (*weigh_dots)(const ta_attention_tile *tile, double scale);
     /* dst[row][TA_ROUNDED_STRIDE] = weights as words, over the panels of keys [begin, end). */

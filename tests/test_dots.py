@@ -9,7 +9,14 @@ from ml_dtypes import bfloat16
 import tileattn
 from tests.oracle import random, same_bits
 from tests.test_block import Sizes, norm_of
-from tileattn import AttentionBlock, KVCache, _core, dot_product_attention, reference
+from tileattn import (
+    AttentionBlock,
+    KVCache,
+    QuantizedMatrix,
+    _core,
+    dot_product_attention,
+    reference,
+)
 
 WEIGHTS = 2.0**-8  # what a weight's rounding to bfloat16 may change of it
 FEW = 8  # query rows of a K/V head up to which float32 is faster
@@ -260,11 +267,12 @@ def test_a_wrong_arithmetic_is_refused_before_any_work(wrong, error):
         lambda: tileattn.explain(q, k, v, arithmetic=wrong),
         lambda: tileattn.varlen_attention(*rows, [0, 4], [0, 6], arithmetic=wrong),
         lambda: cache.attend(q, arithmetic=wrong),
-        lambda: AttentionBlock(*weights, arithmetic=wrong),
         lambda: reference.dot_product_attention(q, k, v, arithmetic=wrong),
     ):
         with pytest.raises(error, match=r"arithmetic must be 'float32' or None, not"):
             call()
+    with pytest.raises(error, match=r"arithmetic must be 'float32', 'int8' or None, not"):
+        AttentionBlock(*weights, arithmetic=wrong)
 
 
 # ------------------------------------------------------------------ blocks
@@ -322,9 +330,14 @@ def test_blocks(sizes, norm_position):
         assert few.shape == (2, 3, sizes["D"])
 
 
-def test_a_step_has_the_bits_of_the_prompt_s_projections():
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_dtype": "bfloat16"}, {"weight_dtype": "int8", "arithmetic": "int8"}],
+    ids=["bfloat16", "int8"],
+)
+def test_a_step_has_the_bits_of_the_prompt_s_projections(options):
     sizes = BLOCKS["whole panels"]
-    block = AttentionBlock(*sizes.weights(), weight_dtype="bfloat16", norm=None)
+    block = AttentionBlock(*sizes.weights(), **options, norm=None)
     x = random(30, 1, 9, 96)
     caches = [KVCache(1, 16, num_kv_heads=2, head_dim=16) for _ in range(2)]
     block(x, cache=caches[0])
@@ -359,3 +372,109 @@ def test_rows_that_are_not_finite_stay_so_and_alone(bad):
     got = product(x, packed, 48)
     assert not np.isfinite(got[5]).any()
     assert same_bits(np.delete(got, 5, axis=0), np.delete(clean, 5, axis=0))
+
+
+# ------------------------------------------------------------------ int8 times int8
+
+
+def rounded_rows(x):
+    """Rows as int8, and their scales, as float64."""
+    scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    return exact(np.rint(x / np.where(scale == 0, 1, scale))), exact(scale)
+
+
+@pytest.mark.parametrize("columns, depth", [(1, 1), (47, 63), (48, 64), (49, 65), (97, 1031)])
+def test_products_of_bytes_are_exact_sums(columns, depth):
+    x, w = random(1, 300, depth), random(2, columns, depth)
+    x[7] = 0
+    quantized = QuantizedMatrix.from_float(w)
+    packed = _core.PackedMatrix(quantized, int8=True)
+    whole = product(x, packed, columns)
+    rows, row_scales = rounded_rows(x)
+    sums = rows @ exact(quantized._values.T)
+    expected = sums * row_scales * exact(quantized._scales.T)
+    # The sum becomes a float, and is multiplied twice.
+    assert (np.abs(whole - expected) <= 3 * 2.0**-24 * np.abs(expected)).all()
+    for count in (1, 2, 15, 16, 17, 31, 32, 33, 100, 128, 129):
+        for threads in (1, 2, 3):
+            assert same_bits(product(x[:count], packed, columns, threads), whole[:count])
+    # Half a scale of each row and of each column, times what meets it.
+    exact_x, exact_w = exact(x), exact(w.T)
+    column_scales = exact(quantized._scales.T)
+    bound = (
+        row_scales / 2 * np.abs(exact_w).sum(axis=0)
+        + column_scales / 2 * np.abs(exact_x).sum(axis=1, keepdims=True)
+        + depth / 4 * row_scales * column_scales
+    )
+    assert (np.abs(whole - exact_x @ exact_w) <= 1.001 * bound).all()
+
+
+def test_extremes_of_bytes_do_not_overflow():
+    depth = 1 << 17
+    x, values = np.ones((3, depth), np.float32), np.full((2, depth), -128, np.int8)
+    packed = _core.PackedMatrix(QuantizedMatrix(values, np.ones((2, 1), np.float32)), int8=True)
+    x[1] = -1
+    got = product(x, packed, 2)
+    assert np.allclose(got[0], -128 * depth, rtol=1e-6)
+    assert np.allclose(got[1], 128 * depth, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_rows_of_bytes_that_are_not_finite_are_nan_and_alone(bad):
+    x, w = random(1, 40, 64), random(2, 48, 64)
+    packed = _core.PackedMatrix(QuantizedMatrix.from_float(w), int8=True)
+    clean = product(x, packed, 48)
+    x[5, 7] = bad
+    got = product(x, packed, 48)
+    assert np.isnan(got[5]).all()
+    assert same_bits(np.delete(got, 5, axis=0), np.delete(clean, 5, axis=0))
+
+
+@pytest.mark.parametrize("sizes", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_blocks_of_bytes(sizes, norm_position):
+    weights, biases = sizes.weights(), sizes.biases()
+    options = dict(biases, norm=norm_of(sizes["D"])[0], norm_position=norm_position)
+    block = AttentionBlock(*weights, **options, weight_dtype="int8", arithmetic="int8")
+    assert block.arithmetic == "int8"
+    assert "arithmetic='int8'" in repr(block)
+    is_cross = sizes["D"] != sizes["Dc"]
+    x = random(30, 2, 150, sizes["D"])
+    context = random(31, 2, 9, sizes["Dc"]) if is_cross else None
+    expected = reference.attention_block(
+        x, *weights, context=context, weight_dtype="int8", **options
+    )
+    whole = block(x, context=context)
+    # Twice what rounding rows to int8 may do to a product: a largest element of up to 4 times the
+    # root mean square gives 4 / 127 / sqrt(12) = 0.9%, in each of two products.
+    assert np.linalg.norm(whole - expected) <= 4 * 0.009 * np.linalg.norm(expected)
+    for threads in (1, 2, 3):
+        assert same_bits(block(x, context=context, num_threads=threads), whole)
+
+
+def test_strided_rows_of_bytes_have_the_bits_of_whole_ones():
+    x, w = random(1, 40, 70), random(2, 48, 70)
+    packed = _core.PackedMatrix(QuantizedMatrix.from_float(w), int8=True)
+    out = np.empty((40, 48), np.float32)
+    _core.project(np.repeat(x, 2, axis=1)[None, :, ::2], packed, (out,), (None,), 1)
+    assert same_bits(out, product(x, packed, 48))
+
+
+def test_bytes_are_for_weights_of_bytes():
+    sizes = Sizes(D=64, N=2, K=1, H=32)
+    weights = sizes.weights()
+    with pytest.raises(
+        ValueError, match=r"arithmetic = 'int8' takes weight_dtype = 'int8' for w_q"
+    ):
+        AttentionBlock(*weights, arithmetic="int8")
+    rows = [np.ascontiguousarray(w.reshape(64, -1).T) for w in weights]
+    grouped = [QuantizedMatrix.from_float(w, group_size=32) for w in rows]
+    whole = [QuantizedMatrix.from_float(w) for w in rows]
+    heads = {"num_heads": 2, "num_kv_heads": 1, "arithmetic": "int8"}
+    with pytest.raises(
+        ValueError, match=r"a scale for each row of w_q, which has 8 bits and group_size"
+    ):
+        AttentionBlock.from_linear(*grouped, **heads)
+    x = random(5, 1, 20, 64)
+    got = AttentionBlock.from_linear(*whole, **heads)(x)
+    assert same_bits(got, AttentionBlock(*weights, weight_dtype="int8", arithmetic="int8")(x))

@@ -16,7 +16,7 @@
 #include <unistd.h>
 #endif
 
-#define TARGET __attribute__((target("amx-tile,amx-bf16")))
+#define TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8")))
 #define INLINE TARGET static inline __attribute__((always_inline))
 enum { LOT = 16, WORD = 4, TILE = LOT * WORD /* bytes of a row */ };
 
@@ -54,9 +54,18 @@ INLINE void fetch(ahead *next)
         __builtin_prefetch(next->at, 0, 2);
 }
 
+#define DOT(C, A, B)                 \
+    do {                             \
+        if (bytes)                   \
+            _tile_dpbssd(C, A, B);   \
+        else                         \
+            _tile_dpbf16ps(C, A, B); \
+    } while (0)
+
 /* C of one or two lots of rows and one to four of columns, four in all; what is loaded is used once for
  * each lot of the other. The counts are constants at each call. */
-INLINE void tiles(const int rows, const int columns, const ta_dot_tile *t, int column, ahead *next)
+INLINE void tiles(const int bytes, const int rows, const int columns, const ta_dot_tile *t, int column,
+                  ahead *next)
 {
     const ptrdiff_t a_row = t->a_stride * WORD, b_row = t->b_stride * WORD, c_row = t->c_stride * WORD;
     const char *a = t->a, *a2 = a + t->a_lot * WORD, *b = (const char *)t->b + column * WORD;
@@ -90,24 +99,24 @@ INLINE void tiles(const int rows, const int columns, const ta_dot_tile *t, int c
         }
         _tile_loadd(4, a, a_row);
         _tile_loadd(6, b, b_row);
-        _tile_dpbf16ps(0, 4, 6);
+        DOT(0, 4, 6);
         if (columns > 1) {
             _tile_loadd(7, b + TILE, b_row);
-            _tile_dpbf16ps(1, 4, 7);
+            DOT(1, 4, 7);
         }
         if (rows > 1) {
             _tile_loadd(5, a2, a_row);
-            _tile_dpbf16ps(2, 5, 6);
+            DOT(2, 5, 6);
         }
         if (rows > 1 && columns > 1)
-            _tile_dpbf16ps(3, 5, 7);
+            DOT(3, 5, 7);
         if (columns > 2) {
             _tile_loadd(6, b + 2 * TILE, b_row);
-            _tile_dpbf16ps(2, 4, 6);
+            DOT(2, 4, 6);
         }
         if (columns > 3) {
             _tile_loadd(7, b + 3 * TILE, b_row);
-            _tile_dpbf16ps(3, 4, 7);
+            DOT(3, 4, 7);
         }
         a += t->a_step * WORD;
         a2 += t->a_step * WORD;
@@ -127,7 +136,7 @@ INLINE void tiles(const int rows, const int columns, const ta_dot_tile *t, int c
         _tile_stored(3, c2 + TILE, c_row);
 }
 
-TARGET static void multiply(const ta_dot_tile *t)
+INLINE void product(const int bytes, const ta_dot_tile *t)
 {
     const int lots = t->columns / LOT, passes = t->rows > LOT ? (lots + 1) / 2 : (lots + 3) / 4;
     const ptrdiff_t steps = passes * (t->depth / TA_DOT_WORDS);
@@ -135,19 +144,29 @@ TARGET static void multiply(const ta_dot_tile *t)
     int column = 0, left = lots;
     if (t->rows > LOT) {
         for (; left >= 2; left -= 2, column += 2 * LOT)
-            tiles(2, 2, t, column, &next);
+            tiles(bytes, 2, 2, t, column, &next);
         if (left > 0)
-            tiles(2, 1, t, column, &next);
+            tiles(bytes, 2, 1, t, column, &next);
         return;
     }
     for (; left >= 4; left -= 4, column += 4 * LOT)
-        tiles(1, 4, t, column, &next);
+        tiles(bytes, 1, 4, t, column, &next);
     if (left == 3)
-        tiles(1, 3, t, column, &next);
+        tiles(bytes, 1, 3, t, column, &next);
     else if (left == 2)
-        tiles(1, 2, t, column, &next);
+        tiles(bytes, 1, 2, t, column, &next);
     else if (left == 1)
-        tiles(1, 1, t, column, &next);
+        tiles(bytes, 1, 1, t, column, &next);
+}
+
+TARGET static void multiply(const ta_dot_tile *t)
+{
+    product(0, t);
+}
+
+TARGET static void multiply_bytes(const ta_dot_tile *t)
+{
+    product(1, t);
 }
 
 /* Linux grants the state that tiles need to processes that ask for it. */
@@ -164,6 +183,6 @@ static int allowed(void)
 void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
                    ptrdiff_t count); /* of avx512_bf16.c */
 extern const ta_dots ta_dots_amx;
-const ta_dots ta_dots_amx = {allowed, begin, end, multiply, ta_round_bf16};
+const ta_dots ta_dots_amx = {allowed, begin, end, multiply, multiply_bytes, ta_round_bf16};
 
 #endif

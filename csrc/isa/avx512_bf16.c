@@ -1,4 +1,4 @@
-/* Dot products of CPUs with AVX512_BF16; all their other kernels are those of avx512.c. */
+/* Dot products of CPUs with AVX512_BF16 and AVX512_VNNI; all their other kernels are those of avx512.c. */
 #include "region.h"
 
 #if TA_HAVE_X86_REGIONS
@@ -10,7 +10,7 @@
 void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
                    ptrdiff_t count); /* amx.c has it from here */
 
-#define TARGET __attribute__((target("avx512f,avx512bf16")))
+#define TARGET __attribute__((target("avx512f,avx512bf16,avx512vnni")))
 #define UNROLL _Pragma("GCC unroll 8")
 typedef int32_t word __attribute__((aligned(2), may_alias)); /* a row of bfloat16 may begin anywhere */
 /* 8 x 3 accumulators, and a row of B. */
@@ -60,24 +60,76 @@ TARGET static inline __attribute__((always_inline)) void products(const int rows
     }
 }
 
-#define EACH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
-#define INSTANCE(R)                                                                      \
-    TARGET static __attribute__((noinline)) void rows_##R(const ta_dot_tile *t, int row) \
-    {                                                                                    \
-        int column = 0;                                                                  \
-        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)        \
-            products(R, VECTORS, t, row, column);                                        \
-        if (column + 2 * LANES == t->columns)                                            \
-            products(R, 2, t, row, column);                                              \
-        else if (column < t->columns)                                                    \
-            products(R, 1, t, row, column);                                              \
-    }
-#define ENTRY(R) rows_##R,
-EACH_ROWS(INSTANCE)
-
-static void multiply(const ta_dot_tile *t)
+/* The same of int8. The instruction takes A without a sign: what adding 128 to its elements adds to a sum
+ * is summed up beside, once for all rows. */
+TARGET static inline __attribute__((always_inline)) void
+byte_products(const int rows, const int vectors, const ta_dot_tile *t, int row, int column)
 {
-    static void (*const instances[ROWS])(const ta_dot_tile *, int) = {EACH_ROWS(ENTRY)};
+    __m512i acc[ROWS][VECTORS], added[VECTORS];
+    const __m512i signs = _mm512_set1_epi32((int)0x80808080);
+    UNROLL
+    for (int j = 0; j < vectors; j++) {
+        added[j] = _mm512_setzero_si512();
+        UNROLL
+        for (int i = 0; i < rows; i++)
+            acc[i][j] = _mm512_setzero_si512();
+    }
+    const word *a[ROWS];
+    UNROLL
+    for (int i = 0; i < rows; i++)
+        a[i] = (const word *)t->a + (row + i) / LANES * t->a_lot + (row + i) % LANES * t->a_stride;
+    const int32_t *b = (const int32_t *)t->b + column;
+    for (ptrdiff_t step = 0; step < t->depth; step += TA_DOT_WORDS) {
+        for (int p = 0; p < TA_DOT_WORDS; p++, b += t->b_stride) {
+            __m512i b_row[VECTORS];
+            UNROLL
+            for (int j = 0; j < vectors; j++) {
+                b_row[j] = _mm512_loadu_si512(b + j * LANES);
+                added[j] = _mm512_dpbusd_epi32(added[j], signs, b_row[j]);
+            }
+            UNROLL
+            for (int i = 0; i < rows; i++) {
+                const __m512i quad = _mm512_xor_si512(_mm512_set1_epi32(a[i][p]), signs);
+                UNROLL
+                for (int j = 0; j < vectors; j++)
+                    acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], quad, b_row[j]);
+            }
+        }
+        UNROLL
+        for (int i = 0; i < rows; i++)
+            a[i] += t->a_step;
+    }
+    int32_t *c = (int32_t *)t->c + row * t->c_stride + column;
+    UNROLL
+    for (int i = 0; i < rows; i++) {
+        UNROLL
+        for (int j = 0; j < vectors; j++)
+            _mm512_storeu_si512(c + i * t->c_stride + j * LANES, _mm512_sub_epi32(acc[i][j], added[j]));
+    }
+}
+
+#define EACH_ROWS(X, PRODUCTS) \
+    X(1, PRODUCTS)             \
+    X(2, PRODUCTS) X(3, PRODUCTS) X(4, PRODUCTS) X(5, PRODUCTS) X(6, PRODUCTS) X(7, PRODUCTS) X(8, PRODUCTS)
+#define INSTANCE(R, PRODUCTS)                                                                  \
+    TARGET static __attribute__((noinline)) void PRODUCTS##_##R(const ta_dot_tile *t, int row) \
+    {                                                                                          \
+        int column = 0;                                                                        \
+        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)              \
+            PRODUCTS(R, VECTORS, t, row, column);                                              \
+        if (column + 2 * LANES == t->columns)                                                  \
+            PRODUCTS(R, 2, t, row, column);                                                    \
+        else if (column < t->columns)                                                          \
+            PRODUCTS(R, 1, t, row, column);                                                    \
+    }
+#define ENTRY(R, PRODUCTS) PRODUCTS##_##R,
+EACH_ROWS(INSTANCE, products)
+EACH_ROWS(INSTANCE, byte_products)
+
+typedef void (*rows_of_tile)(const ta_dot_tile *, int);
+
+static void by_rows(const rows_of_tile instances[ROWS], const ta_dot_tile *t)
+{
     const char *next = t->next;
     for (ptrdiff_t at = 0; at < t->next_bytes; at += 64)
         __builtin_prefetch(next + at, 0, 2);
@@ -86,6 +138,18 @@ static void multiply(const ta_dot_tile *t)
         const int begin = tile * t->rows / tiles, end = (tile + 1) * t->rows / tiles;
         instances[end - begin - 1](t, begin);
     }
+}
+
+static void multiply(const ta_dot_tile *t)
+{
+    static const rows_of_tile instances[ROWS] = {EACH_ROWS(ENTRY, products)};
+    by_rows(instances, t);
+}
+
+static void multiply_bytes(const ta_dot_tile *t)
+{
+    static const rows_of_tile instances[ROWS] = {EACH_ROWS(ENTRY, byte_products)};
+    by_rows(instances, t);
 }
 
 TARGET void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count)
@@ -104,6 +168,6 @@ static int allowed(void)
 static void nothing(void) {}
 
 extern const ta_dots ta_dots_avx512_bf16;
-const ta_dots ta_dots_avx512_bf16 = {allowed, nothing, nothing, multiply, ta_round_bf16};
+const ta_dots ta_dots_avx512_bf16 = {allowed, nothing, nothing, multiply, multiply_bytes, ta_round_bf16};
 
 #endif

@@ -104,30 +104,38 @@ static int TA_NAME(drop_strays)(uint32_t *words, ptrdiff_t count)
     return any;
 }
 
-/* C[rows x columns] (+)= A B + bias as gemm_tile has it, up to TA_DOT_ROWS rows. A is in words
- * [lot][step][row], lots of TA_DOT_LOT rows a_lot apart, and B a panel of words. Rows one behind the other
- * took 1.1 to 1.7 times as long: a tile's rows lay in several pages. */
-static void TA_NAME(gemm_dots)(const ta_gemm_tile *t, ptrdiff_t a_lot, const ta_dots *dots)
+#define panel_product TA_NAME(panel_product)
+TA_INLINE ta_dot_tile panel_product(const ta_gemm_tile *t, ptrdiff_t a_lot, int elements)
 {
-    const int width = (t->columns + TA_VL - 1) / TA_VL * TA_VL;
-    const int plain = t->rows % TA_DOT_LOT == 0 && t->columns == width && t->bias == NULL;
-    real products[TA_DOT_ROWS * TA_GEMM_NV * TA_VL];
-    ta_dot_tile d = {
+    const int width = (t->columns + TA_VL - 1) / TA_VL * TA_VL, step = elements * TA_DOT_WORDS;
+    return (ta_dot_tile){
         .rows = t->rows,
         .columns = width,
-        .depth = (t->depth + 2 * TA_DOT_WORDS - 1) / (2 * TA_DOT_WORDS) * TA_DOT_WORDS,
+        .depth = (t->depth + step - 1) / step * TA_DOT_WORDS,
         .a = t->a,
         .a_stride = TA_DOT_WORDS,
         .a_step = TA_DOT_LOT * TA_DOT_WORDS,
         .a_lot = a_lot,
         .b = t->b,
         .b_stride = width,
-        .c = plain ? t->c : products,
-        .c_stride = plain ? t->c_stride : width,
-        .accumulate = t->accumulate,
+        .c_stride = width,
         .next = t->next,
         .next_bytes = t->next_bytes,
     };
+}
+
+/* C[rows x columns] (+)= A B + bias as gemm_tile has it, up to TA_DOT_ROWS rows. A is in words
+ * [lot][step][row], lots of TA_DOT_LOT rows a_lot apart, and B a panel of words. Rows one behind the other
+ * took 1.1 to 1.7 times as long: a tile's rows lay in several pages. */
+static void TA_NAME(gemm_dots)(const ta_gemm_tile *t, ptrdiff_t a_lot, const ta_dots *dots)
+{
+    real products[TA_DOT_ROWS * TA_GEMM_NV * TA_VL];
+    ta_dot_tile d = panel_product(t, a_lot, 2);
+    const int width = d.columns;
+    const int plain = t->rows % TA_DOT_LOT == 0 && t->columns == width && t->bias == NULL;
+    d.accumulate = t->accumulate;
+    d.c = plain ? t->c : products;
+    d.c_stride = plain ? t->c_stride : width;
     /* Sums go on from what C holds on either way. */
     for (int i = 0; !plain && t->accumulate && i < t->rows; i++)
         memcpy(products + i * width, (const real *)t->c + i * t->c_stride, t->columns * sizeof(real));
@@ -137,6 +145,26 @@ static void TA_NAME(gemm_dots)(const ta_gemm_tile *t, ptrdiff_t a_lot, const ta_
         finish.accumulate = 0;
         gemm_store(&finish, products, width);
     }
+}
+
+/* C = A B + bias over the whole depth, of words of int8 laid out likewise: sums are exact, and their
+ * integers become floats once, times the scale of the row and then that of the column. */
+static void TA_NAME(gemm_bytes)(const ta_gemm_tile *t, ptrdiff_t a_lot, const real *row_scales,
+                                const real *column_scales, const ta_dots *dots)
+{
+    integer sums[TA_DOT_ROWS * TA_GEMM_NV * TA_VL];
+    real products[TA_DOT_ROWS * TA_GEMM_NV * TA_VL];
+    ta_dot_tile d = panel_product(t, a_lot, 4);
+    d.c = sums;
+    dots->multiply_bytes(&d);
+    for (int i = 0; i < t->rows; i++) {
+        for (int j = 0; j < d.columns; j += TA_VL) {
+            const int at = i * d.columns + j;
+            const vec sum = __builtin_convertvector((veci)vec_load((const real *)sums + at), vec);
+            vec_store(products + at, sum * vec_all(row_scales[i]) * vec_load(column_scales + j));
+        }
+    }
+    gemm_store(t, products, d.columns);
 }
 
 /* weigh_tile from products with keys, [row][q_stride] in place of the query rows, that lack `scale`. */

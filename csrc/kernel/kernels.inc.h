@@ -92,6 +92,7 @@ const ta_kernels TA_NAME(kernels) = {
     .pack_value_words = TA_NAME(pack_value_words),
     .drop_strays = TA_NAME(drop_strays),
     .gemm_dots = TA_NAME(gemm_dots),
+    .gemm_bytes = TA_NAME(gemm_bytes),
     .weigh_dots = TA_NAME(weigh_dots),
     .round_weights = TA_NAME(round_weights),
     .value_dots = TA_NAME(value_dots),

@@ -284,6 +284,11 @@ class HeadMatrix(NamedTuple):
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def has_one_scale_a_row(self) -> bool:
+        """Of 8 bits: so that sums over the whole of it are integers."""
+        return bool(self.matrix.bits == 8 and self.matrix.group_size >= self.matrix.shape[1])
+
     def reshape(self, *_: int) -> Any:
         """As two axes, whichever they are, it is the matrix."""
         return self.matrix
@@ -291,6 +296,7 @@ class HeadMatrix(NamedTuple):
 
 Weight: TypeAlias = Array | HeadMatrix
 Arithmetic: TypeAlias = Literal["float32"]
+BlockArithmetic: TypeAlias = Literal["float32", "int8"]
 
 
 class BlockWeights(NamedTuple):
@@ -298,7 +304,7 @@ class BlockWeights(NamedTuple):
 
     matrices: tuple[Weight, ...]  # w_q, w_k, w_v and w_o
     weight_dtype: str | None
-    arithmetic: Arithmetic | None
+    arithmetic: BlockArithmetic | None
     biases: tuple[Array | None, Array | None, Array | None, Array | None]
     norm: NormParameters | None  # None if it has no position, too
     is_pre_norm: bool
@@ -635,7 +641,7 @@ def check_block_weights(
 ) -> BlockWeights:
     """Check what an attention block is made of."""
     check_weight_dtype(weight_dtype)
-    checked_arithmetic = check_arithmetic(arithmetic)
+    checked_arithmetic = check_block_arithmetic(arithmetic)
     w_q = check_weight("w_q", w_q, None)
     dtype = w_q.dtype
     w_k, w_v, w_o = (
@@ -647,6 +653,15 @@ def check_block_weights(
             f"weight_dtype = {weight_dtype!r} takes float32 weights, and w_q has {dtype}; "
             "convert all with .astype(np.float32)"
         )
+    if arithmetic == "int8":
+        for name, weight in (("w_q", w_q), ("w_k", w_k), ("w_v", w_v), ("w_o", w_o)):
+            if weight_dtype != "int8" and not isinstance(weight, HeadMatrix):
+                raise ValueError(f"arithmetic = 'int8' takes weight_dtype = 'int8' for {name}")
+            if isinstance(weight, HeadMatrix) and not weight.has_one_scale_a_row:
+                raise ValueError(
+                    f"arithmetic = 'int8' takes 8 bits and a scale for each row of {name}, which "
+                    f"has {weight.matrix.bits} bits and group_size = {weight.matrix.group_size}"
+                )
     for name, weight, axes in (
         ("w_q", w_q, "[D, N, H]"),
         ("w_k", w_k, "[Dc, K, H]"),
@@ -719,6 +734,15 @@ def check_arithmetic(arithmetic: str | None) -> Arithmetic | None:
     if arithmetic not in (None, "float32"):
         raise ValueError(f"arithmetic must be 'float32' or None, not {arithmetic!r}")
     return cast(Arithmetic | None, arithmetic)
+
+
+def check_block_arithmetic(arithmetic: str | None) -> BlockArithmetic | None:
+    message = f"arithmetic must be 'float32', 'int8' or None, not {arithmetic!r}"
+    if arithmetic is not None and not isinstance(arithmetic, str):
+        raise TypeError(message)
+    if arithmetic not in (None, "float32", "int8"):
+        raise ValueError(message)
+    return cast(BlockArithmetic | None, arithmetic)
 
 
 def check_weight(

@@ -72,6 +72,7 @@ cdef extern from "tileattn.h" nogil:
         void (*begin)() noexcept nogil
         void (*end)() noexcept nogil
         void (*multiply)(const ta_dot_tile *tile) noexcept nogil
+        void (*multiply_bytes)(const ta_dot_tile *tile) noexcept nogil
         void (*round)(uint16_t *dst, Py_ssize_t dst_step, const float *src,
                       Py_ssize_t count) noexcept nogil
 
@@ -196,6 +197,8 @@ cdef extern from "tileattn.h" nogil:
         int (*drop_strays)(uint32_t *words, Py_ssize_t count) noexcept nogil
         void (*gemm_dots)(const ta_gemm_tile *tile, Py_ssize_t a_lot,
                           const ta_dots *dots) noexcept nogil
+        void (*gemm_bytes)(const ta_gemm_tile *tile, Py_ssize_t a_lot, const float *row_scales,
+                           const float *column_scales, const ta_dots *dots) noexcept nogil
         void (*weigh_dots)(const ta_attention_tile *tile, double scale) noexcept nogil
         void (*round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *tile,
                               Py_ssize_t begin, Py_ssize_t end) noexcept nogil

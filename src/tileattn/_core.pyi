@@ -26,7 +26,11 @@ class PackedMatrix:
     columns: tuple[int, ...]
     nbytes: int
     def __init__(
-        self, *matrices: _Array | QuantizedParameters, bfloat16: bool = ..., float32: bool = ...
+        self,
+        *matrices: _Array | QuantizedParameters,
+        bfloat16: bool = ...,
+        float32: bool = ...,
+        int8: bool = ...,
     ) -> None: ...
 
 class Visibility:

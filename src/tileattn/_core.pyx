@@ -65,6 +65,8 @@ cdef enum:
     # The same, and the rows of a packed block of A, where weights are multiplied in bfloat16 dot products.
     # 256 rows in slices of the depth, 256 and 512 over the whole of it took up to 1.2 times as long.
     DOT_WHOLE_DEPTH = 1 << 20
+    # Products of int8 whose sum an int32 holds: 2^31 / 128 / 128.
+    EXACT_DEPTH = 1 << 17
     DOT_MC = 128
     # Query rows (positions times heads of the group) that share one packed block of keys: 384 take 2-5%
     # longer, 192 spend twice the time on packing, 768 leave little to balance on several threads.
@@ -312,7 +314,8 @@ cdef struct Gemm:
     const Panel *panels
     Py_ssize_t panel_count
     bint has_words         # some panels may
-    const ta_dots *dots    # what multiplies the panels, all words of bfloat16; NULL for none
+    const ta_dots *dots    # what multiplies the panels, all words of one type; NULL for none
+    int words              # that type: TA_WORDS_BF16, or TA_WORDS_INT8 for sums over the whole depth
     Py_ssize_t mr          # rows of a tile
     Py_ssize_t mc          # rows of a packed block of A
     const Target *targets
@@ -339,20 +342,33 @@ cdef Py_ssize_t gemm_items(const Gemm *g) noexcept nogil:
     return g.row_parts * g.panel_parts if g.rows else 0
 
 
-cdef inline Py_ssize_t word_count(Py_ssize_t elements) noexcept nogil:
-    """Words of so many elements of bfloat16, in whole steps of dot products."""
-    return ceil_div(elements, 2 * TA_DOT_WORDS) * TA_DOT_WORDS
+cdef inline Py_ssize_t word_count(Py_ssize_t elements, int words=TA_WORDS_BF16) noexcept nogil:
+    """Words of so many elements, in whole steps of dot products."""
+    return ceil_div(elements, TA_WORD_ROWS(words) * TA_DOT_WORDS) * TA_DOT_WORDS
 
 
 cdef Py_ssize_t a_bytes(const Gemm *g, Py_ssize_t rows, Py_ssize_t depth) noexcept nogil:
     """Bytes of so many packed rows of A."""
     if g.dots == NULL:
         return g.kernels.itemsize * rows * depth
-    return sizeof(uint32_t) * round_up(rows, TA_DOT_LOT) * word_count(depth)
+    return sizeof(uint32_t) * round_up(rows, TA_DOT_LOT) * word_count(depth, g.words)
+
+
+cdef bint sums_bytes(const Gemm *g) noexcept nogil:
+    """Whether A becomes int8, with a scale for each row, and its products are summed up exactly."""
+    return g.dots != NULL and g.words == TA_WORDS_INT8
 
 
 cdef Py_ssize_t whole_depth(const Gemm *g) noexcept nogil:
+    """Bytes of a block of A up to which it is packed over the whole depth."""
+    if sums_bytes(g):
+        return PY_SSIZE_T_MAX
     return WHOLE_DEPTH if g.dots == NULL else DOT_WHOLE_DEPTH
+
+
+cdef Py_ssize_t slice_depth(const Gemm *g) noexcept nogil:
+    """Rows of B of a slice."""
+    return g.depth if sums_bytes(g) else GEMM_KC
 
 
 cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
@@ -365,7 +381,11 @@ cdef Py_ssize_t packed_size(const Gemm *g) noexcept nogil:
 
 
 cdef Py_ssize_t slice_size(const Gemm *g) noexcept nogil:
-    """Bytes of a slice of a panel that is converted from words: the second-level cache holds it."""
+    """Bytes of a slice of a panel that is converted from words: the second-level cache holds it. Where rows
+    of A become int8: of their scales, and of one of them as floats and as bytes.
+    """
+    if sums_bytes(g):
+        return round_up((g.mc + g.depth) * sizeof(float) + 4 * word_count(g.depth, g.words), CACHE_LINE)
     if not g.has_words or g.dots != NULL:
         return 0
     return min(<Py_ssize_t>GEMM_KC, g.depth) * g.kernels.gemm_nr * g.kernels.itemsize
@@ -410,6 +430,27 @@ cdef void round_a(const Gemm *g, const Rows *a, Py_ssize_t row, Py_ssize_t count
             g.dots, <uint16_t *>(packed + at * sizeof(uint32_t)), 2 * TA_DOT_LOT * TA_DOT_WORDS,
             <const float *>(row_at(a, row + i, itemsize) + pc * a.column_stride * itemsize), depth,
             a.column_stride)
+
+
+cdef void quantize_a(const Gemm *g, const Rows *a, Py_ssize_t row, Py_ssize_t count, char *packed,
+                     char *memory) noexcept nogil:
+    """Packs whole rows as words of int8, in the same order; their scales come first in `memory`."""
+    cdef Py_ssize_t itemsize = g.kernels.itemsize, words = word_count(g.depth, g.words), i, at, step
+    cdef Py_ssize_t size = TA_DOT_WORDS * sizeof(uint32_t)
+    cdef float *scales = <float *>memory
+    cdef char *floats = memory + g.mc * sizeof(float)
+    cdef char *bytes = floats + g.depth * sizeof(float)
+    cdef const char *source
+    memset(bytes, 0, words * sizeof(uint32_t))
+    for i in range(count):
+        source = row_at(a, row + i, itemsize)
+        if a.column_stride != 1:
+            g.kernels.load_row[TA_REAL](floats, source, g.depth, a.column_stride)
+            source = floats
+        g.kernels.quantize_row(bytes, scales + i, source, g.depth)
+        at = (i // TA_DOT_LOT * words + i % TA_DOT_LOT) * size
+        for step in range(words // TA_DOT_WORDS):
+            memcpy(packed + at + step * TA_DOT_LOT * size, bytes + step * size, size)
 
 
 cdef int panels_to_walk(const ta_kernels *kernels, const Panel *b, Py_ssize_t count,
@@ -458,8 +499,10 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
         pc = 0
         while True:                                             # slices of the contracted axis
             pack_depth = min(pack_depth, g.depth - pc)
-            if dots != NULL:
-                a_lot = TA_DOT_LOT * word_count(pack_depth)
+            a_lot = TA_DOT_LOT * word_count(pack_depth, g.words)
+            if sums_bytes(g):
+                quantize_a(g, &a, a_row, rows, packed, converted)
+            elif dots != NULL:
                 round_a(g, &a, a_row, rows, pc, pack_depth, packed)
             else:
                 pack_a(kernels, &a, a_row, rows, tiles, pc, pack_depth, packed)
@@ -477,7 +520,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                 t.panel_stride = g.depth * kernels.gemm_nr
                 kc = pc
                 while True:
-                    t.depth = min(<Py_ssize_t>GEMM_KC, pc + pack_depth - kc)
+                    t.depth = min(slice_depth(g), pc + pack_depth - kc)
                     t.b = b.data + kc * bits // 8
                     t.accumulate = kc > 0
                     t.bias = NULL
@@ -492,7 +535,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                     elif tiles == 1:
                         t.next = <const char *>t.b + STREAM_AHEAD
                     elif pack_depth == g.depth:                 # one panel lies behind the other
-                        t.next = <const char *>t.b + min(<Py_ssize_t>GEMM_KC, pack_depth) * bits // 8
+                        t.next = <const char *>t.b + min(slice_depth(g), pack_depth) * bits // 8
                     else:
                         t.next = b[1].data + pc * panel_bits(kernels, b + 1) // 8
                     if dots == NULL and b.words != TA_WORDS_NONE:
@@ -508,9 +551,13 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                         t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
                         if dots != NULL:
                             t.rows = <int>min(g.mr, rows - begin)
-                            t.a = packed + (begin * word_count(pack_depth)
+                            t.a = packed + (begin // TA_DOT_LOT * a_lot
                                             + (kc - pc) // 2 * TA_DOT_LOT) * sizeof(uint32_t)
-                            kernels.gemm_dots(&t, a_lot, dots)
+                            if sums_bytes(g):
+                                kernels.gemm_bytes(&t, a_lot, <const float *>converted + begin,
+                                                   <const float *>b.scales, dots)
+                            else:
+                                kernels.gemm_dots(&t, a_lot, dots)
                         elif streams:
                             kernels.stream_tile[b.words](&t, &words)
                         else:
@@ -1784,6 +1831,7 @@ def kernel_table(str dtype):
         "drop_strays": <uintptr_t>k.drop_strays,
         "dots": <uintptr_t>active.dots,
         "gemm_dots": <uintptr_t>k.gemm_dots,
+        "gemm_bytes": <uintptr_t>k.gemm_bytes,
         "weigh_dots": <uintptr_t>k.weigh_dots,
         "round_weights": <uintptr_t>k.round_weights,
         "value_dots": <uintptr_t>k.value_dots,
@@ -1938,7 +1986,7 @@ cdef class PackedMatrix:
 
     An array is packed as it is or as bfloat16, a QuantizedMatrix as its integers, whose scales lie before
     each panel. Where all is bfloat16, it is multiplied in dot products if the CPU has them, unless float32
-    is asked for.
+    is asked for; so is int8 that has a scale for each column, where `int8` is.
     """
 
     cdef const ta_kernels *kernels
@@ -1947,19 +1995,23 @@ cdef class PackedMatrix:
     cdef Py_ssize_t[4] first_panel        # of each matrix, and the end
     cdef bint has_words
     cdef const ta_dots *dots
+    cdef int words              # what all is packed as, if there are dots
     cdef readonly Py_ssize_t depth
     cdef readonly tuple columns           # of each matrix
     cdef readonly Py_ssize_t nbytes
 
-    def __cinit__(self, *matrices, bint bfloat16=False, bint float32=False):
+    def __cinit__(self, *matrices, bint bfloat16=False, bint float32=False, bint int8=False):
         cdef Source[3] b
-        cdef bint all_halves = True
+        cdef bint all_halves = not float32, all_bytes = int8
         cdef Py_ssize_t i, count = 0, matrix_count = len(matrices)
         for i in range(matrix_count):
             read_source(matrices[i], bfloat16, &b[i])
             self.has_words = self.has_words or b[i].words != TA_WORDS_NONE
             all_halves = all_halves and b[i].words == TA_WORDS_BF16
-        self.dots = usable_dots() if all_halves and not float32 else NULL
+            all_bytes = (all_bytes and b[i].words == TA_WORDS_INT8
+                         and b[i].values.shape[0] <= min(b[i].group, <Py_ssize_t>EXACT_DEPTH))
+        self.words = TA_WORDS_INT8 if all_bytes else TA_WORDS_BF16
+        self.dots = usable_dots() if all_halves or all_bytes else NULL
         self.kernels = kernels_for(4 if self.has_words else matrices[0].itemsize)
         self.depth = b[0].values.shape[0]
         self.columns = tuple([b[i].values.shape[1] for i in range(matrix_count)])
@@ -1981,7 +2033,7 @@ cdef class PackedMatrix:
 
     cdef Py_ssize_t packed_depth(self, const Panel *panel) noexcept nogil:
         """In whole words, or steps of dot products."""
-        return round_up(self.depth, TA_WORD_ROWS(panel.words) if self.dots == NULL else 2 * TA_DOT_WORDS)
+        return round_up(self.depth, TA_WORD_ROWS(panel.words) * (1 if self.dots == NULL else TA_DOT_WORDS))
 
     cdef void lay_out(self, const Source *b, Py_ssize_t matrix_count) noexcept nogil:
         """The panels of all matrices; where their parts will lie is counted from 0."""
@@ -2057,6 +2109,7 @@ cdef void plan_gemm(Gemm *g, PackedMatrix b, int begin, int end, const Target *t
     g.panel_count = b.first_panel[end] - b.first_panel[begin]
     g.has_words = b.has_words
     g.dots = b.dots
+    g.words = b.words
     g.targets = targets - begin
     g.a_norm = NULL
     g.norm = NULL
@@ -2602,7 +2655,9 @@ cdef class Block:
         self.K, self.Hv = w_v.shape[1], w_v.shape[2]
         is_mixed = any(hasattr(matrix, "matrix") for matrix in w.matrices)
         kinds = {"bfloat16": w.weight_dtype == "bfloat16",
-                 "float32": w.arithmetic == "float32" or is_mixed}
+                 "float32": w.arithmetic == "float32" or is_mixed,
+                 "int8": w.arithmetic == "int8" and (
+                     max(w_q.shape[0], w_k.shape[0], self.N * self.Hv) <= EXACT_DEPTH)}
         flat = [matrix.reshape(matrix.shape[0], -1) for matrix in (w_q, w_k, w_v)]
         if w_q.shape[0] == w_k.shape[0]:
             self.w_q = self.w_kv = PackedMatrix(*flat, **kinds)
@@ -2615,7 +2670,7 @@ cdef class Block:
         self.nbytes += self.w_o.nbytes
         self.arithmetic = "float32" if self.w_q.kernels.itemsize == 4 else "float64"
         if self.w_q.dots != NULL:
-            self.arithmetic = "bfloat16"
+            self.arithmetic = "int8" if self.w_q.words == TA_WORDS_INT8 else "bfloat16"
         self.kept = w._replace(matrices=())
         for i in range(4):
             self.biases[i] = read_vector(w.biases[i])

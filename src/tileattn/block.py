@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from tileattn import _core
 from tileattn._arguments import (
-    Arithmetic,
     Array,
+    BlockArithmetic,
     BlockWeights,
     HeadMatrix,
     Integers,
@@ -234,9 +234,10 @@ class AttentionBlock(SetOnce):
         What float32 weights are rounded to and kept as, in 1/2, 1/4 and 1/6 of the memory. int8 has
         a scale for each output column, int4 a scale and a minimum for each 32 of its weights.
 
-    arithmetic : "float32" or None, optional
+    arithmetic : "float32", "int8" or None, optional
         "float32" multiplies bfloat16 weights with x in float32, too, where bfloat16 dot products
-        would do it.
+        would do it. "int8" allows that what meets weights of int8 is rounded to int8 as well, with
+        a scale for each row, where the CPU has dot products of it.
 
     Attributes
     ----------
@@ -248,7 +249,7 @@ class AttentionBlock(SetOnce):
         As given; `sinks` is a copy.
     weight_dtype : str, tuple of four or None
         As given; of blocks with a `QuantizedMatrix` what all of w_q, w_k, w_v and w_o are, or each.
-    arithmetic : {"bfloat16", "float32", "float64"}
+    arithmetic : {"int8", "bfloat16", "float32", "float64"}
         What the projections are computed in.
     nbytes : int
         Bytes of the packed weights.
@@ -262,10 +263,12 @@ class AttentionBlock(SetOnce):
     Notes
     -----
     The arithmetic is in `dtype`, whatever `weight_dtype` is: a block of rounded weights gives the
-    bits of one that was given these weights in float32. There is one exception: on CPUs with AMX or
-    AVX512_BF16, what meets weights of bfloat16 is rounded to bfloat16 as well, multiplied in the
-    CPU's dot products and summed up in float32, unless `arithmetic` is "float32". Denormal numbers
-    count as zeros there. Attention between the projections stays float32's.
+    bits of one that was given these weights in float32. There are two exceptions, on CPUs with AMX,
+    or AVX512_BF16 and AVX512_VNNI. What meets weights of bfloat16 is rounded to bfloat16 as well,
+    multiplied in the CPU's dot products and summed up in float32, unless `arithmetic` is "float32";
+    denormal numbers count as zeros there. And if `arithmetic` is "int8", what meets weights of int8
+    is rounded to int8 with a scale for each row, and summed up exactly; a row with a NaN or an
+    infinity becomes NaN. Attention between the projections stays float32's.
 
     The arrays given are copied into packed form and not referred to again; a block does not change
     once it is made. Since it has its weights in that form only, which belongs to one instruction
@@ -307,7 +310,7 @@ class AttentionBlock(SetOnce):
         local_window_size: Window = None,
         sinks: npt.ArrayLike | None = None,
         weight_dtype: WeightDtype | None = None,
-        arithmetic: Arithmetic | None = None,
+        arithmetic: BlockArithmetic | None = None,
     ) -> None:
         w = check_block_weights(
             w_q,
@@ -386,7 +389,7 @@ class AttentionBlock(SetOnce):
         local_window_size: Window = None,
         sinks: npt.ArrayLike | None = None,
         weight_dtype: WeightDtype | None = None,
-        arithmetic: Arithmetic | None = None,
+        arithmetic: BlockArithmetic | None = None,
     ) -> AttentionBlock:
         """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` holds them.
 
@@ -884,7 +887,7 @@ def attention_block(
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
     weight_dtype: WeightDtype | None = None,
-    arithmetic: Arithmetic | None = None,
+    arithmetic: BlockArithmetic | None = None,
     context: npt.ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,

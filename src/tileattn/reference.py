@@ -25,6 +25,7 @@ from tileattn import attention
 from tileattn._arguments import (
     Arithmetic,
     Array,
+    BlockArithmetic,
     Bool,
     CacheSpan,
     HeadMatrix,
@@ -564,7 +565,7 @@ def attention_block(
     local_window_size: Window = None,
     sinks: npt.ArrayLike | None = None,
     weight_dtype: WeightDtype | None = None,
-    arithmetic: Arithmetic | None = None,
+    arithmetic: BlockArithmetic | None = None,
     context: npt.ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
     bias: npt.ArrayLike | None = None,
@@ -600,7 +601,7 @@ def attention_block(
         Of each head's H columns of queries or keys, after the bias and before `rope`.
     weight_dtype : "bfloat16", "int8", "int4" or None, optional
         What float32 weights are rounded to first.
-    arithmetic : "float32" or None, optional
+    arithmetic : "float32", "int8" or None, optional
         Accepted, too; here it is always float64.
     context : [B,S,Dc] or KVCache, optional
         What keys and values are made from, in cross attention, or a cache that holds them.

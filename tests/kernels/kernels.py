@@ -63,6 +63,7 @@ class Dots(Structure):
         ("begin", CFUNCTYPE(None)),
         ("end", CFUNCTYPE(None)),
         ("multiply", CFUNCTYPE(None, POINTER(DotTile))),
+        ("multiply_bytes", CFUNCTYPE(None, POINTER(DotTile))),
         ("round", CFUNCTYPE(None, c_void_p, c_ssize_t, c_void_p, c_ssize_t)),
     )
 
@@ -183,6 +184,7 @@ PROTOTYPES = {
     "pack_value_words": (None, c_void_p, c_void_p, *[c_ssize_t] * 6),
     "drop_strays": (c_int, c_void_p, c_ssize_t),
     "gemm_dots": (None, POINTER(GemmTile), c_ssize_t, POINTER(Dots)),
+    "gemm_bytes": (None, POINTER(GemmTile), c_ssize_t, c_void_p, c_void_p, POINTER(Dots)),
     "weigh_dots": (None, POINTER(AttentionTile), c_double),
     "round_weights": (None, POINTER(Dots), c_void_p, POINTER(AttentionTile), c_ssize_t, c_ssize_t),
     "value_dots": (None, POINTER(AttentionTile), POINTER(Dots)),

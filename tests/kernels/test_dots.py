@@ -99,6 +99,36 @@ def test_products(kernels, columns, depth):
                 assert same_bits(got, whole[:rows])
 
 
+@pytest.mark.parametrize("depth", [64, 128, 1024])
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 80])
+def test_products_of_bytes(kernels, columns, depth):
+    rng = np.random.default_rng(0)
+    a = rng.integers(-128, 128, (ROWS, depth)).astype(np.int8)
+    b = rng.integers(-128, 128, (depth, columns)).astype(np.int8)
+    words = np.ascontiguousarray(b.reshape(depth // 4, 4, columns).swapaxes(1, 2)).view(np.uint32)
+    expected = a.astype(np.int64) @ b.astype(np.int64)
+    for rows in (1, 8, 9, 15, 16, 17, 32):
+        memory = np.full((up(rows, LOT), depth), -1, np.int8)  # what surplus rows hold is nobody's
+        memory[:rows] = a[:rows]
+        c = np.full((up(rows, LOT) + 1, columns), 7, np.int32)
+        tile = DotTile(
+            rows=rows,
+            columns=columns,
+            depth=depth // 4,
+            a=address(memory),
+            a_stride=depth // 4,
+            a_step=WORDS,
+            a_lot=LOT * depth // 4,
+            b=address(words),
+            b_stride=columns,
+            c=address(c),
+            c_stride=columns,
+        )
+        kernels.dots.multiply_bytes(ctypes.byref(tile))
+        assert np.array_equal(c[:rows], expected[:rows])
+        assert (c[-1] == 7).all()
+
+
 def test_no_product_reaches_another_row_or_column(kernels):
     a, b = halves(1, ROWS, 64), halves(2, 64, 48)
     clean = multiply(kernels, a, b)
