@@ -48,7 +48,7 @@ from tileattn.weights import WeightsError
 Array = NDArray[Any]
 
 CHUNK = 512  # tokens of a prompt computed at once, which bounds the scores' memory
-CACHES = ("float32", "bfloat16", "float16")  # what keys and values may be kept as
+CACHES = ("float32", "bfloat16", "float16", "int8")  # what keys and values may be kept as
 
 
 # ---------------------------------------------------------------- the weights
