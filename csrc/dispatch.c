@@ -7,6 +7,8 @@
 
 /* Bits of XCR0: register state the system saves. */
 enum { XMM_YMM = 0x06, XMM_YMM_ZMM = 0xe6, TILES = 0x60000 };
+/* Bits of leaf 7 that gcc's and clang's headers name differently. */
+enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
 
 /* __builtin_cpu_supports is not used: one distribution's clang answers 0 to everything. */
 static int leaf1_has(unsigned wanted)
@@ -59,7 +61,7 @@ static int has_fast_bf16(void)
 static int supported_amx(void)
 {
     unsigned a, b, c, d;
-    const unsigned wanted = bit_AMX_TILE | bit_AMX_BF16 | bit_AMX_INT8;
+    const unsigned wanted = AMX_TILE | AMX_BF16 | AMX_INT8;
     return supported_avx512_bf16() && system_saves(TILES) && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
            (d & wanted) == wanted;
 }
