@@ -305,6 +305,11 @@ BAD = {
     "type": ({"scales": np.ones((2, 1))}, TypeError, "scales must be float16 or float32"),
     "nan": ({"scales": np.full((2, 1), np.nan, np.float32)}, ValueError, "scales has NaN"),
     "tiny": ({"scales": np.full((2, 1), 1e-35, np.float32)}, ValueError, "scales must be 0 or"),
+    "huge": (
+        {"scales": np.full((2, 1), -2e36, np.float32)},
+        ValueError,
+        r"scales has NaN or infinity, or numbers beyond 1e\+36",
+    ),
 }
 
 
@@ -329,6 +334,30 @@ def test_integers_hold_no_nan_and_no_infinity(bad):
         AttentionBlock(*weights, weight_dtype="bfloat16")
     with pytest.raises(ValueError, match="weights has NaN or infinity"):
         QuantizedMatrix.from_float(np.array([[bad]]))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_up_to_the_greatest_are_rounded_and_no_others(bits):
+    limit = 2.0**120
+    w = np.array([[limit, -limit, 0.3 * limit]])
+    matrix = QuantizedMatrix.from_float(w, bits=bits)
+    assert (np.abs(matrix.dequantize() - w) <= limit * (2.0**-7 if bits == 8 else 0.07)).all()
+    x = np.eye(3, dtype=np.float32)
+    got = product(x, _core.PackedMatrix(matrix))
+    assert same_bits(np.ascontiguousarray(got.T), matrix.dequantize())
+    for beyond in (w * 1.001, np.array([[3e38, -3e38]], np.float32), np.array([[1e300]])):
+        with pytest.raises(ValueError, match=r"weights has .* or weights beyond 1e\+36, which"):
+            QuantizedMatrix.from_float(beyond, bits=bits)
+
+
+@pytest.mark.any_isa
+def test_from_float_takes_the_bits_that_the_constructor_takes():
+    for bits, error, words in (
+        (5, ValueError, "bits must be 8 or 4, not 5"),
+        (8.0, TypeError, "bits must be an int, not 8.0"),
+    ):
+        with pytest.raises(error, match=words):
+            QuantizedMatrix.from_float(np.ones((1, 3)), bits=bits)
 
 
 def test_nan_and_infinity_of_bfloat16_weights_and_of_rows_come_through():

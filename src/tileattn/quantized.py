@@ -24,6 +24,8 @@ WeightDtype: TypeAlias = Literal["bfloat16", "int8", "int4"]
 GROUP_SIZES = (32, 64, 128, 256, 512)
 #: Kernels multiply 8 bits with 2^-24 of a scale, which must not be subnormal.
 LEAST_SCALE = 2.0**-100
+#: Of scales, minima and weights to be rounded: no step of what is made of them leaves float32.
+GREATEST = np.float64(2.0**120)
 #: Rows [out, in] that are quantised at once: a few megabytes of float64.
 _ELEMENTS_AT_ONCE = 1 << 18
 
@@ -55,8 +57,9 @@ class QuantizedMatrix(QuantizedParameters):
     Raises
     ------
     TypeError, ValueError
-        For dtypes, shapes or values that do not fit, scales that are not finite, and with 4 bits
-        for float32 scales or minima that are no float16 numbers times one power of two.
+        For dtypes, shapes or values that do not fit, scales or minima that are not finite or beyond
+        2^120, and with 4 bits if they (without minima, the scales and -8 times them) are no float16
+        numbers times one power of two.
 
     Notes
     -----
@@ -87,9 +90,7 @@ class QuantizedMatrix(QuantizedParameters):
         group_size: int | None = None,
     ) -> None:
         values = as_array("values", values)
-        bits = check_int("bits", bits)
-        if bits not in (8, 4):
-            raise ValueError(f"bits must be 8 or 4, not {bits}")
+        bits = _check_bits(bits)
         if bits == 8 and minima is not None:
             raise ValueError("minima go with bits = 4; 8 bits are symmetric")
         expected = np.dtype(np.int8 if minima is None else np.uint8)
@@ -158,7 +159,7 @@ class QuantizedMatrix(QuantizedParameters):
         Raises
         ------
         TypeError, ValueError
-            For dtypes and shapes that do not fit, and for NaN and infinity.
+            For dtypes and shapes that do not fit, NaN, infinity, and weights beyond 2^120.
 
         Examples
         --------
@@ -172,8 +173,7 @@ class QuantizedMatrix(QuantizedParameters):
             raise ValueError(
                 f"weights must have the axes [out, in], none empty, not {weights.shape}"
             )
-        if bits not in (8, 4):
-            raise ValueError(f"bits must be 8 or 4, not {bits}")
+        bits = _check_bits(bits)
         if bits == 4 and group_size is None:
             group_size = 32
         return cls._rounded(
@@ -191,8 +191,11 @@ class QuantizedMatrix(QuantizedParameters):
         minima: Array = np.zeros_like(scales)
         for part in parts:
             w = weights[part].astype(np.float64)
-            if not np.isfinite(w).all():
-                raise ValueError(f"{name} has NaN or infinity, which {bits} bits cannot hold")
+            if not (np.abs(w) <= GREATEST).all():
+                raise ValueError(
+                    f"{name} has NaN or infinity, or weights beyond {GREATEST:.1g}, "
+                    f"which {bits} bits cannot hold"
+                )
             if bits == 8:
                 scale = np.maximum.reduceat(np.abs(w), starts, axis=1) / 127
                 scales[part] = np.where(scale < LEAST_SCALE, 0, scale)
@@ -285,6 +288,13 @@ def _in_columns(of_groups: Array, unit: float, group_size: int, depth: int) -> A
     return np.repeat(wide, group_size, axis=1)[:, :depth]
 
 
+def _check_bits(bits: int) -> int:
+    bits = check_int("bits", bits)
+    if bits not in (8, 4):
+        raise ValueError(f"bits must be 8 or 4, not {bits}")
+    return bits
+
+
 def _check_group_size(group_size: int | None, depth: int) -> int:
     if group_size is None:
         return depth
@@ -305,8 +315,8 @@ def _check_scales(
         raise ValueError(
             f"{name} must have the shape [out, in / group_size] = {shape}, not {scales.shape}"
         )
-    if not np.isfinite(scales).all():
-        raise ValueError(f"{name} has NaN or infinity")
+    if not (np.abs(scales) <= GREATEST).all():
+        raise ValueError(f"{name} has NaN or infinity, or numbers beyond {GREATEST:.1g}")
     return scales
 
 
