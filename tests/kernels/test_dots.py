@@ -295,6 +295,7 @@ def test_gemm_tiles(kernels, rows, columns):
 def test_value_tiles(kernels, rows, columns):
     begin, end = 37, 93  # in the panels of keys from 32 to 96
     weights, v = halves(1, rows, ROUNDED), halves(2, 256, columns)
+    words = words_of(v)
     weights_memory = np.full((up(rows, LOT), ROUNDED), np.nan, bfloat16)
     weights_memory[:rows] = weights
     start = random(3, rows + 1, columns + 16)
@@ -305,7 +306,7 @@ def test_value_tiles(kernels, rows, columns):
         weights=weights_memory,
         key_begin=begin,
         key_end=end,
-        v=words_of(v),
+        v=words,
         v_stride=columns,
         out=out,
         out_stride=columns + 16,
