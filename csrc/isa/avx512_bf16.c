@@ -12,7 +12,7 @@ void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
 
 #define TARGET __attribute__((target("avx512f,avx512bf16,avx512vnni")))
 #define UNROLL _Pragma("GCC unroll 8")
-typedef int32_t word __attribute__((aligned(2), may_alias)); /* a row of bfloat16 may begin anywhere */
+typedef int32_t word __attribute__((may_alias)); /* two bfloat16 */
 /* 8 x 3 accumulators, and a row of B. */
 enum { LANES = 16, ROWS = 8, VECTORS = 3 };
 

@@ -9,6 +9,11 @@
  *     scores           query rows                       keys, a panel of TA_DOT_KEYS after the other
  *     values           weights, rounded to bfloat16     values, a word from two keys
  */
+_Static_assert(TA_DOT_LOT == TA_VL, "vectors of columns are lots");
+_Static_assert(TA_DOT_WORDS == TA_VL, "keys are transposed a step at a time");
+_Static_assert(TA_DOT_KEYS == TA_KEYS, "products lie in the panels that are weighed");
+_Static_assert(TA_DOT_ROWS % TA_WEIGH_ROWS == 0, "a tile is whole register tiles");
+_Static_assert(TA_WEIGH_ROWS <= TA_ATTENTION_MR, "accumulators");
 
 /* dst = a row of bfloat16, zeros behind it up to `width` elements. */
 static void TA_NAME(pack_halves)(uint16_t *dst, const uint16_t *src, ptrdiff_t columns, ptrdiff_t width,
@@ -53,9 +58,16 @@ static void TA_NAME(pack_key_words)(uint32_t *dst, const void *const *keys, ptrd
                 rows[i] = padded[i];
             }
         }
-        /* A word moves like a float. */
-        for (int i = 0; i < TA_DOT_KEYS; i += TA_VL)
-            pack_chunk(TA_REAL, (real *)dst + i, rows + i, TA_VL, TA_DOT_KEYS, TA_DOT_WORDS);
+        for (int i = 0; i < TA_DOT_KEYS; i += TA_VL) {
+            vec words[TA_VL]; /* which move like floats, but come from rows that may begin anywhere */
+            TA_UNROLL
+            for (int j = 0; j < TA_VL; j++)
+                memcpy(&words[j], rows[i + j], sizeof words[j]);
+            transpose(words);
+            TA_UNROLL
+            for (int j = 0; j < TA_VL; j++)
+                vec_store((real *)dst + j * TA_DOT_KEYS + i, words[j]);
+        }
         dst += TA_DOT_WORDS * TA_DOT_KEYS;
     }
 }
