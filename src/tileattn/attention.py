@@ -194,7 +194,8 @@ def dot_product_attention(
     dot products: their products are exact and summed up in float32, the softmax is float32's, and
     its weights are rounded to bfloat16 before they meet the values. That moves a result by up to
     2^-8 of the mean size of its values, as storing it in bfloat16 does. Denormal numbers count as
-    zeros there. `explain` says which arithmetic a call gets, and `arithmetic` asks for float32's.
+    zeros there, and `scale` comes after q.k, which overflows beyond 3e38. `explain` says which
+    arithmetic a call gets, and `arithmetic` asks for float32's.
 
     References
     ----------

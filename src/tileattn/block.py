@@ -265,10 +265,11 @@ class AttentionBlock(SetOnce):
     The arithmetic is in `dtype`, whatever `weight_dtype` is: a block of rounded weights gives the
     bits of one that was given these weights in float32. There are two exceptions, on CPUs with AMX,
     or AVX512_BF16 and AVX512_VNNI. What meets weights of bfloat16 is rounded to bfloat16 as well,
-    multiplied in the CPU's dot products and summed up in float32, unless `arithmetic` is "float32";
-    denormal numbers count as zeros there. And if `arithmetic` is "int8", what meets weights of int8
-    is rounded to int8 with a scale for each row, and summed up exactly; a row with a NaN or an
-    infinity becomes NaN. Attention between the projections stays float32's.
+    multiplied in the CPU's dot products and summed up in float32, unless `arithmetic` is "float32"
+    or a `QuantizedMatrix` is among the weights; denormal numbers count as zeros there. And if
+    `arithmetic` is "int8", what meets weights of int8 is rounded to int8 with a scale for each row,
+    and summed up exactly; a row with a NaN or an infinity becomes NaN. Attention between the
+    projections stays float32's.
 
     The arrays given are copied into packed form and not referred to again; a block does not change
     once it is made. Since it has its weights in that form only, which belongs to one instruction
