@@ -977,31 +977,28 @@ cdef Seen seen_by(const AttentionScratch *s, Py_ssize_t begin, Py_ssize_t end) n
 
 cdef void pack_q(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t row, Py_ssize_t rows,
                  char *packed) noexcept nogil:
-    """Stacked rows [row, row + rows) of a K/V head, times scale, padded with zeros."""
+    """Stacked rows [row, row + rows) of a K/V head, padded with zeros; times scale but for dot products."""
     cdef Py_ssize_t itemsize = a.kernels.itemsize, size = size_of(a.kernels, &a.q), H = a.q.shape[3]
     cdef Py_ssize_t stride = q_stride(a)
     cdef Py_ssize_t t = row // a.group, g = row % a.group, end = row + rows, count
+    cdef const char *q
     while row < end:                        # runs of rows that are evenly apart
         count = end - row if a.group == 1 else min(a.group - g, end - row)
+        q = at3(&a.q, b, t, head * a.group + g, size)
         if a.dots != NULL:
             count = 1
-            a.kernels.pack_halves(
-                <uint16_t *>packed, <const uint16_t *>at3(&a.q, b, t, head * a.group + g, size), H,
-                2 * (stride - SKEW), a.q.stride[3])
-            packed = packed + stride * itemsize
-            row = row + 1
-            g = g + 1
-            if g == a.group:
-                g = 0
-                t = t + 1
-            continue
-        a.kernels.pack_columns[a.q.storage](
-            packed, at3(&a.q, b, t, head * a.group + g, size), count, H, stride,
-            a.q.stride[1 if a.group == 1 else 2], a.q.stride[3], a.scale * LOG2_E)
+            a.kernels.pack_halves(<uint16_t *>packed, <const uint16_t *>q, H, 2 * (stride - SKEW),
+                                  a.q.stride[3])
+        else:
+            a.kernels.pack_columns[a.q.storage](
+                packed, q, count, H, stride, a.q.stride[1 if a.group == 1 else 2], a.q.stride[3],
+                a.scale * LOG2_E)
         packed = packed + count * stride * itemsize
         row = row + count
-        t = t + 1
-        g = 0
+        g = g + count
+        if g == a.group:
+            t = t + 1
+            g = 0
 
 
 cdef void pack_k(const Attention *a, Py_ssize_t b, Py_ssize_t head, Py_ssize_t key_start,
@@ -2653,6 +2650,7 @@ cdef class Block:
         w_q, w_k, w_v, w_o = w.matrices
         self.N, self.H = w_q.shape[1], w_q.shape[2]
         self.K, self.Hv = w_v.shape[1], w_v.shape[2]
+        # One arithmetic for all projections, so that it has a name.
         is_mixed = any(hasattr(matrix, "matrix") for matrix in w.matrices)
         kinds = {"bfloat16": w.weight_dtype == "bfloat16",
                  "float32": w.arithmetic == "float32" or is_mixed,
