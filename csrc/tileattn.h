@@ -284,6 +284,8 @@ typedef struct ta_kernels {
                           ptrdiff_t begin, ptrdiff_t end);
     /* value_tile up to TA_DOT_ROWS rows, with words as its weights and its v. */
     void (*value_dots)(const ta_attention_tile *tile, const ta_dots *dots);
+    /* Floating-point operations done by `rounds` steps of a tile in the first-level cache. */
+    double (*dot_rounds)(const ta_dots *dots, ptrdiff_t rounds);
 
     /* A row that has seen no key: out and row_sum zero, row_max -inf; or a sink, in log2 units, alone. */
     void (*start_row)(void *out, ptrdiff_t columns, void *row_max, void *row_sum, double sink);

@@ -277,3 +277,31 @@ static void TA_NAME(value_dots)(const ta_attention_tile *t, const ta_dots *dots)
         d.b = (const uint32_t *)d.b + LOT;
     }
 }
+
+/* The yardstick, as fma_rounds is for multiply-adds: a whole tile times the same words at each step, so
+ * that what it reads stays in the first-level cache. Every product adds 1 to C, which so counts them,
+ * exactly for up to 2^19 rounds. */
+static double TA_NAME(dot_rounds)(const ta_dots *dots, ptrdiff_t rounds)
+{
+    enum { COLUMNS = 32 };
+    _Alignas(64) uint32_t words[TA_DOT_ROWS * TA_DOT_WORDS]; /* of A; B is one row, for every depth */
+    _Alignas(64) float c[TA_DOT_ROWS * COLUMNS];
+    for (int i = 0; i < TA_DOT_ROWS * TA_DOT_WORDS; i++)
+        words[i] = 0x3f803f80; /* 1 and 1 */
+    const ta_dot_tile t = {
+        .rows = TA_DOT_ROWS,
+        .columns = COLUMNS,
+        .depth = rounds * TA_DOT_WORDS,
+        .a = words,
+        .a_stride = TA_DOT_WORDS,
+        .a_lot = TA_DOT_LOT * TA_DOT_WORDS,
+        .b = words,
+        .c = c,
+        .c_stride = COLUMNS,
+    };
+    dots->multiply(&t);
+    double products = 0;
+    for (int i = 0; i < TA_DOT_ROWS * COLUMNS; i++)
+        products += c[i];
+    return 2 * products;
+}

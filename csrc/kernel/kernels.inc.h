@@ -96,6 +96,7 @@ const ta_kernels TA_NAME(kernels) = {
     .weigh_dots = TA_NAME(weigh_dots),
     .round_weights = TA_NAME(round_weights),
     .value_dots = TA_NAME(value_dots),
+    .dot_rounds = TA_NAME(dot_rounds),
 #endif
     .start_row = TA_NAME(start_row),
     .weigh_tile = TA_NAME(weigh_tile),

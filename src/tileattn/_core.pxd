@@ -203,6 +203,7 @@ cdef extern from "tileattn.h" nogil:
         void (*round_weights)(const ta_dots *dots, uint16_t *dst, const ta_attention_tile *tile,
                               Py_ssize_t begin, Py_ssize_t end) noexcept nogil
         void (*value_dots)(const ta_attention_tile *tile, const ta_dots *dots) noexcept nogil
+        double (*dot_rounds)(const ta_dots *dots, Py_ssize_t rounds) noexcept nogil
         void (*start_row)(void *out, Py_ssize_t columns, void *row_max, void *row_sum,
                           double sink) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil

@@ -1832,6 +1832,7 @@ def kernel_table(str dtype):
         "weigh_dots": <uintptr_t>k.weigh_dots,
         "round_weights": <uintptr_t>k.round_weights,
         "value_dots": <uintptr_t>k.value_dots,
+        "dot_rounds": <uintptr_t>k.dot_rounds,
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
@@ -1907,10 +1908,19 @@ cdef void deal_heads(const void *plan, Py_ssize_t item, Py_ssize_t items, char *
     finish_heads(<const Heads *>plan, item, item + 1, items)
 
 
-def measure_fma_peak(str dtype, int threads):
-    """Best of several runs of independent multiply-adds in registers, in GFLOP/s."""
-    cdef const ta_kernels *k = active.f32 if dtype == "float32" else active.f64
-    cdef Py_ssize_t rounds = 1_000_000
+cdef double do_rounds(const ta_kernels *k, const ta_dots *dots, Py_ssize_t rounds) noexcept nogil:
+    """Rounds of dot products, or of multiply-adds without `dots`; returns their operations."""
+    cdef double operations
+    if dots == NULL:
+        return k.fma_rounds(rounds)
+    dots.begin()
+    operations = k.dot_rounds(dots, rounds)
+    dots.end()
+    return operations
+
+
+cdef double measure_peak(const ta_kernels *k, const ta_dots *dots, Py_ssize_t rounds, int threads):
+    """The best of several runs, in GFLOP/s."""
     cdef double start, seconds, best = 0, total
     cdef int _thread, _attempt
     threads = team_size(threads, 1e12)
@@ -1919,10 +1929,22 @@ def measure_fma_peak(str dtype, int threads):
         start = omp_get_wtime()
         for _thread in prange(threads, nogil=True, num_threads=threads, schedule="static",
                               chunksize=1):
-            total += k.fma_rounds(rounds)
+            total += do_rounds(k, dots, rounds)
         seconds = omp_get_wtime() - start
         best = max(best, total / seconds * 1e-9)
     return best
+
+
+def measure_fma_peak(str dtype, int threads):
+    """Of independent multiply-adds in registers, in GFLOP/s."""
+    return measure_peak(active.f32 if dtype == "float32" else active.f64, NULL, 1_000_000, threads)
+
+
+def measure_dot_peak(int threads):
+    """Of bfloat16 dot products in the first-level cache, in GFLOP/s; 0 where there are none."""
+    cdef const ta_dots *dots = usable_dots()
+    # A round is 64 cycles of AMX, and a thousand of AVX512_BF16.
+    return 0.0 if dots == NULL else measure_peak(active.f32, dots, 30_000, threads)
 
 
 def measure_read_bandwidth(source, int threads):

@@ -188,6 +188,7 @@ PROTOTYPES = {
     "weigh_dots": (None, POINTER(AttentionTile), c_double),
     "round_weights": (None, POINTER(Dots), c_void_p, POINTER(AttentionTile), c_ssize_t, c_ssize_t),
     "value_dots": (None, POINTER(AttentionTile), POINTER(Dots)),
+    "dot_rounds": (c_double, POINTER(Dots), c_ssize_t),
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),
     "weigh_few": (None, POINTER(AttentionTile)),

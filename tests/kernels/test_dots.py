@@ -164,6 +164,12 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(kernels):
     assert np.isnan(dst[~numbers].astype(np.float32)).all()
 
 
+def test_dot_rounds_counts_operations(kernels):
+    for rounds in (0, 1, 2, 33):
+        operations = 2 * ROWS * KEYS * 2 * WORDS * rounds
+        assert kernels.dot_rounds(ctypes.byref(kernels.dots), rounds) == operations
+
+
 # ------------------------------------------------------------------ operands
 
 

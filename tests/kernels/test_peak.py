@@ -3,6 +3,7 @@
 import numpy as np
 
 from tests.kernels.kernels import address
+from tileattn import _core
 
 
 def test_fma_rounds_counts_operations(kernels):
@@ -21,3 +22,7 @@ def test_read_all_reads_every_value_once(kernels):
             values[j] += 1
             assert kernels.read_all(address(values), count) == count * (count - 1) / 2 + 1
             values[j] -= 1
+
+
+def test_no_peak_of_dot_products_where_there_are_none():
+    assert _core.measure_dot_peak(1) == 0
