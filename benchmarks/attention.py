@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -10,7 +10,7 @@ import tileattn
 from benchmarks import peers
 from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
 from benchmarks.cells import ATTENTION, Attention
-from benchmarks.report import OURS, Work, rotation, run
+from benchmarks.report import OURS, WITHOUT_DOTS, Work, rotation, run
 from benchmarks.rounds import Candidate
 
 
@@ -27,7 +27,7 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
     others = range(copies_if_cold(cell.cold, k.nbytes + v.nbytes) - 1)
     keys = [k, *(copy(k, alignment) for _ in others)]
     values = [v, *(copy(v, alignment) for _ in others)]
-    out = empty(q.shape, alignment)
+    out = empty(q.shape, alignment, cell.dtype)
     turn = rotation(len(keys))
     options: dict[str, Any] = {
         "bias": bias,
@@ -37,16 +37,26 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
         "local_window_size": None if cell.window is None else (cell.window - 1, None),
     }
 
-    def ours(threads: int) -> Array:
-        i = next(turn)
-        return tileattn.dot_product_attention(
-            q, keys[i], values[i], out=out, num_threads=threads, **options
-        )
+    def ours(arithmetic: Literal["float32"] | None = None) -> Candidate:
+        def call(threads: int) -> Array:
+            i = next(turn)
+            return tileattn.dot_product_attention(
+                q,
+                keys[i],
+                values[i],
+                arithmetic=arithmetic,
+                out=out,
+                num_threads=threads,
+                **options,
+            )
+
+        return Candidate(call)
 
     return Work(
         cell,
         {
-            OURS: Candidate(ours),
+            OURS: ours(),
+            **({WITHOUT_DOTS: ours("float32")} if cell.bfloat16 else {}),
             **peers.attention(
                 q,
                 keys,

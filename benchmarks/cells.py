@@ -17,14 +17,14 @@ import numpy.typing as npt
 from tileattn.cost import BlockCost, attention_block_cost
 from tileattn.quantized import WeightDtype
 
-Limit = Literal["FMA peak", "read bandwidth"]
+Limit = Literal["FMA peak", "dot product peak", "read bandwidth"]
 
 
 @dataclass(frozen=True)
 class Projection:
     """x[M, K] w[K, N]: here N and K are the product's columns and depth, as everywhere.
 
-    Ours takes the weights as `weight_dtype` says, its peers in float32.
+    Ours takes the weights as `weight_dtype` says, its peers in float32, and PyTorch bfloat16 too.
     """
 
     M: int
@@ -40,7 +40,7 @@ class Projection:
 
     @property
     def of_limit(self) -> Limit:
-        return "read bandwidth" if self.cold else "FMA peak"
+        return "read bandwidth" if self.cold else _peak(self.weight_dtype == "bfloat16")
 
     @property
     def flops(self) -> int:
@@ -82,7 +82,7 @@ class Attention:
     def dtype(self) -> npt.DTypeLike:
         if not self.bfloat16:
             return np.float32
-        from ml_dtypes import bfloat16  # which no other cell needs
+        from ml_dtypes import bfloat16  # which other cells do without
 
         return bfloat16
 
@@ -93,7 +93,7 @@ class Attention:
 
     @property
     def of_limit(self) -> Limit:
-        return "read bandwidth" if self.T == 1 else "FMA peak"
+        return "read bandwidth" if self.T == 1 else _peak(self.bfloat16)
 
     @cached_property
     def flops(self) -> int:
@@ -218,9 +218,13 @@ def _temperature(cold: bool) -> str:
     return "cold" if cold else "hot"
 
 
-_WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("bfloat16", "int8", "int4")
+def _peak(bfloat16: bool) -> Limit:
+    return "dot product peak" if bfloat16 else "FMA peak"
 
-PROJECTIONS = (
+
+_QUANTIZED: tuple[WeightDtype, ...] = ("int8", "int4")
+
+_FLOAT_PROJECTIONS = (
     Projection(2048, 4096, 4096),
     Projection(512, 768, 768),
     Projection(1024, 1152, 384),
@@ -230,12 +234,17 @@ PROJECTIONS = (
     Projection(1, 4096, 4096, cold=True),
     Projection(4, 4096, 4096, cold=True),
     Projection(16, 4096, 4096, cold=True),
+)
+
+PROJECTIONS = (
+    *_FLOAT_PROJECTIONS,
+    *(replace(cell, weight_dtype="bfloat16") for cell in _FLOAT_PROJECTIONS),
     *(
         Projection(M, 4096, 4096, cold=True, weight_dtype=weight_dtype)
-        for weight_dtype in _WEIGHT_DTYPES
+        for weight_dtype in _QUANTIZED
         for M in (1, 4, 16)
     ),
-    *(Projection(512, 768, 768, weight_dtype=weight_dtype) for weight_dtype in _WEIGHT_DTYPES),
+    *(Projection(512, 768, 768, weight_dtype=weight_dtype) for weight_dtype in _QUANTIZED),
 )
 
 _DECODE = (
@@ -268,7 +277,11 @@ OPTIONS = (
         lengths=(128, 97, 45, 113, 31, 128, 80, 64),
     ),
     Attention("W1 window", B=1, T=8192, S=8192, N=8, K=2, H=64, causal=True, window=512),
-    Attention("D1 bfloat16", *_DECODE[0][1:], cold=True, bfloat16=True),
+    *(
+        replace(cell, label=f"{cell.label} bfloat16", bfloat16=True)
+        for cell in ATTENTION
+        if cell.label in ("P1", "P2", "P3", "P4", "D1", "D2")
+    ),
     Attention("D1 int8", *_DECODE[0][1:], cold=True, int8=True),
 )
 

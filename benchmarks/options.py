@@ -1,5 +1,5 @@
-"""Attention with options, against peers and the same call without them:
-`python -m benchmarks.options`."""
+"""Attention with options, against peers and the same call without them, on bfloat16 without dot
+products, too: `python -m benchmarks.options`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tileattn
 from benchmarks import attention, peers
 from benchmarks.arrays import Alignment, Array, copies_if_cold, empty, normal
 from benchmarks.cells import OPTIONS, Attention
-from benchmarks.report import OURS, Work, rotation, run
+from benchmarks.report import OURS, WITHOUT_DOTS, Work, rotation, run
 from benchmarks.rounds import Candidate
 
 PLAIN = "plain"
@@ -63,4 +63,4 @@ def _from_int8(cell: Attention, alignment: Alignment) -> Work:
 
 
 if __name__ == "__main__":
-    run(__doc__, OPTIONS, prepare, [PLAIN, *peers.OPTIONS])
+    run(__doc__, OPTIONS, prepare, [PLAIN, WITHOUT_DOTS, *peers.OPTIONS])

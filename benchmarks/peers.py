@@ -12,6 +12,7 @@ build the model of one node that it runs.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ _ONNXRUNTIME = ("onnxruntime", "onnx")
 NEEDS = {
     "numpy": ("threadpoolctl",),
     "torch": ("torch",),
+    "torch bfloat16": ("torch", "ml_dtypes"),
     "torch in blocks": ("torch",),
     "torch folded": ("torch",),
     **dict.fromkeys(["onnxruntime", "ORT MHA", "ORT GQA", "ORT Attention"], _ONNXRUNTIME),
@@ -59,7 +61,7 @@ MODULES = ["numpy", *["torch"] * HAS_TORCH, *["onnxruntime"] * HAS_ONNXRUNTIME]
 
 #: Names of the peers, installed or not; not each of them takes every cell.
 BLOCK = ["numpy", "torch"]
-LINEAR = [*BLOCK, "onnxruntime"]
+LINEAR = [*BLOCK, "onnxruntime", "torch bfloat16"]
 ATTENTION = [*BLOCK, "ORT MHA", "ORT GQA", "ORT Attention"]
 OPTIONS = [*ATTENTION, "torch in blocks"]
 DECODING = [*BLOCK, "torch folded"]
@@ -84,6 +86,13 @@ def _tensor(array: Array) -> Any:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
+def _array(tensor: Any, dtype: np.dtype[Any]) -> Array:
+    """The reverse."""
+    if dtype == np.float32:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(dtype)
+
+
 # ------------------------------------------------------------------ projections
 
 
@@ -106,6 +115,22 @@ def linear(x: Array, weights: list[Array], turn: Iterator[int]) -> dict[str, Can
             "MatMul", [{"A": x}], [{"Y": out}], out, turn, constants={"B": weights[0]}
         )
     return candidates
+
+
+def linear_bfloat16(x: Array, w: Array, copies: int) -> dict[str, Candidate]:
+    """x[M, K] w[K, N] in bfloat16, the result too, with each of so many copies of w in turn."""
+    if missing("torch bfloat16"):
+        return {}
+    from ml_dtypes import bfloat16
+
+    x_torch, rows = _tensor(x.astype(bfloat16)), w.T.astype(bfloat16)
+    turn = itertools.cycle([_tensor(copy(rows)) for _ in range(copies)])
+
+    def call(_: int) -> Array:
+        # Without `out`, which takes up to half as long again.
+        return _array(torch_linear(x_torch, next(turn)), rows.dtype)
+
+    return {"torch bfloat16": _torch(call)}
 
 
 # ------------------------------------------------------------------ attention
@@ -160,7 +185,7 @@ def attention(
                 is_causal=is_causal,
                 enable_gqa=K != N,
             )
-            return y.transpose(1, 2).float()
+            return _array(y.transpose(1, 2), q.dtype)
 
         candidates["torch"] = _torch(call_torch)
         if window is not None:

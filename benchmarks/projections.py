@@ -1,5 +1,5 @@
 """Projections against the machine's limits and peers, with weights in fewer bits against our own
-float32, too: `python -m benchmarks.projections`."""
+float32 and, of bfloat16, without dot products, too: `python -m benchmarks.projections`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
 from benchmarks.cells import PROJECTIONS, Projection
-from benchmarks.report import OURS, Work, rotation, run
+from benchmarks.report import OURS, WITHOUT_DOTS, Work, rotation, run
 from benchmarks.rounds import Candidate
 from tileattn import QuantizedMatrix, _core
 from tileattn.quantized import WeightDtype
@@ -44,6 +44,10 @@ def prepare(cell: Projection, alignment: Alignment = "line") -> Work:
         candidates[FLOAT32] = candidates[OURS]
         packed = _packed(w, cell.weight_dtype, cell.cold)
         candidates[OURS] = ours(packed, rotation(len(packed)))
+        if cell.weight_dtype == "bfloat16":
+            undotted = _packed(w, cell.weight_dtype, cell.cold, float32=True)
+            candidates[WITHOUT_DOTS] = ours(undotted, rotation(len(undotted)))
+            candidates.update(peers.linear_bfloat16(x, w, len(packed)))
         # As many bytes, of the float32 weights.
         size = packed[0].nbytes // 4
         streams = [
@@ -61,11 +65,13 @@ def prepare(cell: Projection, alignment: Alignment = "line") -> Work:
     )
 
 
-def _packed(w: Array, weight_dtype: WeightDtype, cold: bool) -> list[_core.PackedMatrix]:
-    """Of w[K, N], as many as a cell rotates over."""
+def _packed(
+    w: Array, weight_dtype: WeightDtype, cold: bool, float32: bool = False
+) -> list[_core.PackedMatrix]:
+    """Of w[K, N], as many as a cell rotates over; to multiply in float32 even if it is bfloat16."""
 
     def pack() -> _core.PackedMatrix:
-        return _core.PackedMatrix(source, bfloat16=weight_dtype == "bfloat16")
+        return _core.PackedMatrix(source, bfloat16=weight_dtype == "bfloat16", float32=float32)
 
     source: Array | QuantizedMatrix = w
     if weight_dtype != "bfloat16":
@@ -75,4 +81,4 @@ def _packed(w: Array, weight_dtype: WeightDtype, cold: bool) -> list[_core.Packe
 
 
 if __name__ == "__main__":
-    run(__doc__, PROJECTIONS, prepare, [FLOAT32, *peers.LINEAR])
+    run(__doc__, PROJECTIONS, prepare, [FLOAT32, WITHOUT_DOTS, *peers.LINEAR])

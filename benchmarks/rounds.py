@@ -79,6 +79,13 @@ def at_fma_peak(flops: float, threads: int) -> Turn:
     return lambda: flops / (1e9 * _core.measure_fma_peak("float32", threads))
 
 
+def at_dot_peak(flops: float, threads: int) -> Turn:
+    """The same in bfloat16 dot products, where the instruction set has them."""
+    if not _core.measure_dot_peak(threads):
+        return at_fma_peak(flops, threads)
+    return lambda: flops / (1e9 * _core.measure_dot_peak(threads))
+
+
 def interleave(turns: Mapping[Key, Turn], rounds: int) -> dict[Key, list[float]]:
     """Seconds of one call, for each candidate and round; read them through `ratio`."""
     seconds: dict[Key, list[float]] = {key: [] for key in turns}

@@ -18,7 +18,8 @@ from benchmarks.cells import (
     Varlen,
 )
 from benchmarks.report import OURS, Work, rotation
-from benchmarks.rounds import Candidate
+from benchmarks.rounds import Candidate, at_dot_peak
+from tileattn import _core
 
 CELLS = [
     Attention("A1", B=1, T=2, S=4, N=2, K=1, H=8, causal=True, window=3),
@@ -105,3 +106,10 @@ def test_no_other_missing_module_is_taken_for_a_need(command, monkeypatch):
     monkeypatch.setattr(Attention, "dtype", property(fail))
     with pytest.raises(ModuleNotFoundError, match="_core"):
         command()
+
+
+def test_without_dot_products_bfloat16_is_held_against_multiply_adds(monkeypatch):
+    monkeypatch.setattr(_core, "measure_fma_peak", lambda dtype, threads: 50.0)
+    for peak, seconds in ((0.0, 1 / 50), (500.0, 1 / 500)):
+        monkeypatch.setattr(_core, "measure_dot_peak", lambda threads, peak=peak: peak)
+        assert at_dot_peak(1e9, 1)() == seconds
