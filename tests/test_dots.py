@@ -514,5 +514,7 @@ def test_bytes_are_for_weights_of_bytes():
     x = random(5, 1, 20, 64)
     got = AttentionBlock.from_linear(*whole, **heads)(x)
     assert same_bits(got, AttentionBlock(*weights, weight_dtype="int8", arithmetic="int8")(x))
+
+
 def test_measured_peak_is_positive():
     assert _core.measure_dot_peak(1) > 0
