@@ -113,6 +113,9 @@ typedef struct ta_dots {
     void (*round)(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count);
 } ta_dots;
 
+/* What `round` is for all of them. See isa/avx512_bf16.c. */
+void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count);
+
 /* What changes the scores of a call's rows. See kernel/options.inc.h. */
 typedef struct ta_score_options {
     double softcap; /* times log2(e); 0 for none */

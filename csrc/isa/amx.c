@@ -180,8 +180,6 @@ static int allowed(void)
 #endif
 }
 
-void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
-                   ptrdiff_t count); /* of avx512_bf16.c */
 extern const ta_dots ta_dots_amx;
 const ta_dots ta_dots_amx = {allowed, begin, end, multiply, multiply_bytes, ta_round_bf16};
 

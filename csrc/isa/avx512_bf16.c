@@ -7,72 +7,35 @@
 
 #include <immintrin.h>
 
-void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src,
-                   ptrdiff_t count); /* amx.c has it from here */
-
 #define TARGET __attribute__((target("avx512f,avx512bf16,avx512vnni")))
 #define UNROLL _Pragma("GCC unroll 8")
 typedef int32_t word __attribute__((may_alias)); /* two bfloat16 */
 /* 8 x 3 accumulators, and a row of B. */
 enum { LANES = 16, ROWS = 8, VECTORS = 3 };
 
-/* C[rows x vectors] of a tile, from a row and a column of it on. Both counts are constants at each call. */
-TARGET static inline __attribute__((always_inline)) void products(const int rows, const int vectors,
-                                                                  const ta_dot_tile *t, int row, int column)
+TARGET static inline __attribute__((always_inline)) __m512i dot(const int bytes, __m512i acc, __m512i a,
+                                                                __m512i b)
 {
-    __m512 acc[ROWS][VECTORS];
-    float *c = (float *)t->c + row * t->c_stride + column;
-    UNROLL
-    for (int i = 0; i < rows; i++) {
-        UNROLL
-        for (int j = 0; j < vectors; j++)
-            acc[i][j] =
-                t->accumulate ? _mm512_loadu_ps(c + i * t->c_stride + j * LANES) : _mm512_setzero_ps();
-    }
-    const word *a[ROWS];
-    UNROLL
-    for (int i = 0; i < rows; i++)
-        a[i] = (const word *)t->a + (row + i) / LANES * t->a_lot + (row + i) % LANES * t->a_stride;
-    const int32_t *b = (const int32_t *)t->b + column;
-    for (ptrdiff_t step = 0; step < t->depth; step += TA_DOT_WORDS) {
-        for (int p = 0; p < TA_DOT_WORDS; p++, b += t->b_stride) {
-            __m512bh b_row[VECTORS];
-            UNROLL
-            for (int j = 0; j < vectors; j++)
-                b_row[j] = (__m512bh)_mm512_loadu_si512(b + j * LANES);
-            UNROLL
-            for (int i = 0; i < rows; i++) {
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(a[i][p]);
-                UNROLL
-                for (int j = 0; j < vectors; j++)
-                    acc[i][j] = _mm512_dpbf16_ps(acc[i][j], pair, b_row[j]);
-            }
-        }
-        UNROLL
-        for (int i = 0; i < rows; i++)
-            a[i] += t->a_step;
-    }
-    UNROLL
-    for (int i = 0; i < rows; i++) {
-        UNROLL
-        for (int j = 0; j < vectors; j++)
-            _mm512_storeu_ps(c + i * t->c_stride + j * LANES, acc[i][j]);
-    }
+    return bytes ? _mm512_dpbusd_epi32(acc, a, b)
+                 : (__m512i)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 }
 
-/* The same of int8. The instruction takes A without a sign: what adding 128 to its elements adds to a sum
- * is summed up beside, once for all rows. */
+/* C[rows x vectors] of a tile, from a row and a column of it on. The counts, and whether words are of
+ * bytes, are constants at each call. Bytes of A are taken without a sign: what adding 128 to them adds to a
+ * sum is summed up beside, once for all rows. */
 TARGET static inline __attribute__((always_inline)) void
-byte_products(const int rows, const int vectors, const ta_dot_tile *t, int row, int column)
+products(const int bytes, const int rows, const int vectors, const ta_dot_tile *t, int row, int column)
 {
     __m512i acc[ROWS][VECTORS], added[VECTORS];
     const __m512i signs = _mm512_set1_epi32((int)0x80808080);
+    int32_t *c = (int32_t *)t->c + row * t->c_stride + column;
     UNROLL
     for (int j = 0; j < vectors; j++) {
         added[j] = _mm512_setzero_si512();
         UNROLL
         for (int i = 0; i < rows; i++)
-            acc[i][j] = _mm512_setzero_si512();
+            acc[i][j] = !bytes && t->accumulate ? _mm512_loadu_si512(c + i * t->c_stride + j * LANES)
+                                                : _mm512_setzero_si512();
     }
     const word *a[ROWS];
     UNROLL
@@ -85,71 +48,74 @@ byte_products(const int rows, const int vectors, const ta_dot_tile *t, int row, 
             UNROLL
             for (int j = 0; j < vectors; j++) {
                 b_row[j] = _mm512_loadu_si512(b + j * LANES);
-                added[j] = _mm512_dpbusd_epi32(added[j], signs, b_row[j]);
+                if (bytes)
+                    added[j] = dot(bytes, added[j], signs, b_row[j]);
             }
             UNROLL
             for (int i = 0; i < rows; i++) {
-                const __m512i quad = _mm512_xor_si512(_mm512_set1_epi32(a[i][p]), signs);
+                __m512i a_all = _mm512_set1_epi32(a[i][p]);
+                if (bytes)
+                    a_all = _mm512_xor_si512(a_all, signs);
                 UNROLL
                 for (int j = 0; j < vectors; j++)
-                    acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], quad, b_row[j]);
+                    acc[i][j] = dot(bytes, acc[i][j], a_all, b_row[j]);
             }
         }
         UNROLL
         for (int i = 0; i < rows; i++)
             a[i] += t->a_step;
     }
-    int32_t *c = (int32_t *)t->c + row * t->c_stride + column;
     UNROLL
     for (int i = 0; i < rows; i++) {
         UNROLL
-        for (int j = 0; j < vectors; j++)
-            _mm512_storeu_si512(c + i * t->c_stride + j * LANES, _mm512_sub_epi32(acc[i][j], added[j]));
+        for (int j = 0; j < vectors; j++) {
+            const __m512i sum = bytes ? _mm512_sub_epi32(acc[i][j], added[j]) : acc[i][j];
+            _mm512_storeu_si512(c + i * t->c_stride + j * LANES, sum);
+        }
     }
 }
 
-#define EACH_ROWS(X, PRODUCTS) \
-    X(1, PRODUCTS)             \
-    X(2, PRODUCTS) X(3, PRODUCTS) X(4, PRODUCTS) X(5, PRODUCTS) X(6, PRODUCTS) X(7, PRODUCTS) X(8, PRODUCTS)
-#define INSTANCE(R, PRODUCTS)                                                                  \
-    TARGET static __attribute__((noinline)) void PRODUCTS##_##R(const ta_dot_tile *t, int row) \
-    {                                                                                          \
-        int column = 0;                                                                        \
-        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)              \
-            PRODUCTS(R, VECTORS, t, row, column);                                              \
-        if (column + 2 * LANES == t->columns)                                                  \
-            PRODUCTS(R, 2, t, row, column);                                                    \
-        else if (column < t->columns)                                                          \
-            PRODUCTS(R, 1, t, row, column);                                                    \
+/* clang-format off */
+#define EACH_ROWS(X, BYTES) \
+    X(1, BYTES) X(2, BYTES) X(3, BYTES) X(4, BYTES) X(5, BYTES) X(6, BYTES) X(7, BYTES) X(8, BYTES)
+/* clang-format on */
+#define INSTANCE(R, BYTES)                                                                         \
+    TARGET static __attribute__((noinline)) void rows_##R##_##BYTES(const ta_dot_tile *t, int row) \
+    {                                                                                              \
+        int column = 0;                                                                            \
+        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)                  \
+            products(BYTES, R, VECTORS, t, row, column);                                           \
+        if (column + 2 * LANES == t->columns)                                                      \
+            products(BYTES, R, 2, t, row, column);                                                 \
+        else if (column < t->columns)                                                              \
+            products(BYTES, R, 1, t, row, column);                                                 \
     }
-#define ENTRY(R, PRODUCTS) PRODUCTS##_##R,
-EACH_ROWS(INSTANCE, products)
-EACH_ROWS(INSTANCE, byte_products)
+#define ENTRY(R, BYTES) rows_##R##_##BYTES,
+EACH_ROWS(INSTANCE, 0)
+EACH_ROWS(INSTANCE, 1)
 
-typedef void (*rows_of_tile)(const ta_dot_tile *, int);
-
-static void by_rows(const rows_of_tile instances[ROWS], const ta_dot_tile *t)
+static void product(const int bytes, const ta_dot_tile *t)
 {
+    static void (*const instances[2][ROWS])(const ta_dot_tile *, int) = {{EACH_ROWS(ENTRY, 0)},
+                                                                         {EACH_ROWS(ENTRY, 1)}};
     const char *next = t->next;
     for (ptrdiff_t at = 0; at < t->next_bytes; at += 64)
         __builtin_prefetch(next + at, 0, 2);
     const int tiles = (t->rows + ROWS - 1) / ROWS;
     for (int tile = 0; tile < tiles; tile++) {
         const int begin = tile * t->rows / tiles, end = (tile + 1) * t->rows / tiles;
-        instances[end - begin - 1](t, begin);
+        instances[bytes][end - begin - 1](t, begin);
     }
 }
 
 static void multiply(const ta_dot_tile *t)
 {
-    static const rows_of_tile instances[ROWS] = {EACH_ROWS(ENTRY, products)};
-    by_rows(instances, t);
+    product(0, t);
 }
 
 static void multiply_bytes(const ta_dot_tile *t)
 {
-    static const rows_of_tile instances[ROWS] = {EACH_ROWS(ENTRY, byte_products)};
-    by_rows(instances, t);
+    product(1, t);
 }
 
 TARGET void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count)

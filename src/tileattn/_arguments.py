@@ -488,10 +488,7 @@ def check_attention_weights(
     if lse.shape != expected:
         raise ValueError(f"lse has shape {lse.shape}, expected {expected}")
     rows = check_rows(rows, T)
-    if reduce is not None and not isinstance(reduce, str):
-        raise TypeError(f"reduce must be 'queries', 'keys' or None, not {reduce!r}")
-    if reduce not in (None, "queries", "keys"):
-        raise ValueError(f"reduce must be 'queries', 'keys' or None, not {reduce!r}")
+    check_choice("reduce", reduce, "queries", "keys")
     shape = (B, N, T, S) if has_batch else (N, T, S)
     mask, bias = check_mask(mask, shape), check_bias(bias, shape)
     if out is not None:
@@ -640,8 +637,8 @@ def check_block_weights(
     arithmetic: str | None,
 ) -> BlockWeights:
     """Check what an attention block is made of."""
-    check_weight_dtype(weight_dtype)
-    checked_arithmetic = check_block_arithmetic(arithmetic)
+    check_choice("weight_dtype", weight_dtype, "bfloat16", "int8", "int4")
+    check_choice("arithmetic", arithmetic, "float32", "int8")
     w_q = check_weight("w_q", w_q, None)
     dtype = w_q.dtype
     w_k, w_v, w_o = (
@@ -687,10 +684,7 @@ def check_block_weights(
                 f"{name} must be a LayerNorm, an RMSNorm or None, not {type(given).__name__}"
             )
         given._check_fit(width, dtype, f"{name}.")
-    if norm_position is not None and not isinstance(norm_position, str):
-        raise TypeError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
-    if norm_position not in ("pre", "post", None):
-        raise ValueError(f"norm_position must be 'pre', 'post' or None, not {norm_position!r}")
+    check_choice("norm_position", norm_position, "pre", "post")
     rotary_dim = 0
     if rope is not None:
         if not isinstance(rope, RopeParameters):
@@ -705,7 +699,7 @@ def check_block_weights(
     return BlockWeights(
         (w_q, w_k, w_v, w_o),
         weight_dtype,
-        checked_arithmetic,
+        cast(BlockArithmetic | None, arithmetic),
         biases,
         None if norm_position is None else norm,
         norm_position == "pre",
@@ -720,29 +714,20 @@ def check_block_weights(
     )
 
 
-def check_weight_dtype(weight_dtype: str | None) -> None:
-    message = f"weight_dtype must be 'bfloat16', 'int8', 'int4' or None, not {weight_dtype!r}"
-    if weight_dtype is not None and not isinstance(weight_dtype, str):
+def check_choice(name: str, value: str | None, *choices: str) -> str | None:
+    """One of a few names, or None."""
+    if value is None:
+        return None
+    message = f"{name} must be {', '.join(map(repr, choices))} or None, not {value!r}"
+    if not isinstance(value, str):
         raise TypeError(message)
-    if weight_dtype not in (None, "bfloat16", "int8", "int4"):
+    if value not in choices:
         raise ValueError(message)
+    return value
 
 
 def check_arithmetic(arithmetic: str | None) -> Arithmetic | None:
-    if arithmetic is not None and not isinstance(arithmetic, str):
-        raise TypeError(f"arithmetic must be 'float32' or None, not {arithmetic!r}")
-    if arithmetic not in (None, "float32"):
-        raise ValueError(f"arithmetic must be 'float32' or None, not {arithmetic!r}")
-    return cast(Arithmetic | None, arithmetic)
-
-
-def check_block_arithmetic(arithmetic: str | None) -> BlockArithmetic | None:
-    message = f"arithmetic must be 'float32', 'int8' or None, not {arithmetic!r}"
-    if arithmetic is not None and not isinstance(arithmetic, str):
-        raise TypeError(message)
-    if arithmetic not in (None, "float32", "int8"):
-        raise ValueError(message)
-    return cast(BlockArithmetic | None, arithmetic)
+    return cast(Arithmetic | None, check_choice("arithmetic", arithmetic, "float32"))
 
 
 def check_weight(

@@ -547,19 +547,21 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                                                            round_up(b.columns, kernels.vl))
                             t.b = converted
                     for tile in range(tiles):                   # register tiles
-                        begin = tile * rows // tiles if dots == NULL else tile * g.mr
-                        t.rows = <int>((tile + 1) * rows // tiles - begin)
-                        t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
-                        t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
                         if dots != NULL:
+                            begin = tile * g.mr
                             t.rows = <int>min(g.mr, rows - begin)
                             t.a = packed + (begin // TA_DOT_LOT * a_lot
                                             + (kc - pc) // 2 * TA_DOT_LOT) * sizeof(uint32_t)
-                            if sums_bytes(g):
-                                kernels.gemm_bytes(&t, a_lot, <const float *>converted + begin,
-                                                   <const float *>b.scales, dots)
-                            else:
-                                kernels.gemm_dots(&t, a_lot, dots)
+                        else:
+                            begin = tile * rows // tiles
+                            t.rows = <int>((tile + 1) * rows // tiles - begin)
+                            t.a = packed + (begin * pack_depth + (kc - pc) * t.rows) * itemsize
+                        t.c = c.data + ((ic + begin) * c.row_stride + b.column) * itemsize
+                        if sums_bytes(g):
+                            kernels.gemm_bytes(&t, a_lot, <const float *>converted + begin,
+                                               <const float *>b.scales, dots)
+                        elif dots != NULL:
+                            kernels.gemm_dots(&t, a_lot, dots)
                         elif streams:
                             kernels.stream_tile[b.words](&t, &words)
                         else:
@@ -1167,7 +1169,6 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
     cdef const ta_kernels *kernels = a.kernels
     cdef Py_ssize_t stride = q_stride(a), words = stride - SKEW, width = t.v_columns, vl = kernels.vl
     cdef Py_ssize_t block = t.key_start, row = 0, row_end, begin, end, r, r_end, panel, first, last
-    cdef Py_ssize_t first_panel, panels
     cdef bint packed = False, hidden
     cdef int dropped = -1                   # whether values that are not finite have been; -1 for unknown
     cdef Seen seen
@@ -1192,17 +1193,14 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
         for r in range(row // TA_WEIGH_ROWS, r_end):
             begin = min(begin, max(s.seen[r].begin - block, key_begin))
             end = max(end, min(s.seen[r].end - block, key_end))
+            if s.seen[r].all_begin - block > key_begin or s.seen[r].all_end - block < key_end:
+                hidden = True
         if begin >= end:
             row = row_end
             continue
-        for r in range(row // TA_WEIGH_ROWS, r_end):
-            if s.seen[r].all_begin - block > key_begin or s.seen[r].all_end - block < key_end:
-                hidden = True
         if not packed:
             packed = True
             pack_words_of(a, s, b, head, block, key_begin, key_end)
-        first_panel = begin // TA_DOT_KEYS
-        panels = ceil_div(end, TA_DOT_KEYS)
         if hidden and dropped < 0:                              # 0 * NaN of an unseen value must not arise
             dropped = kernels.drop_strays(
                 <uint32_t *>s.value_words + key_begin // TA_DOT_KEYS * TA_DOT_WORDS * width,
@@ -1211,7 +1209,7 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
                 pad_rows(a, &a.v, b, head, block, key_begin, key_end, s.v)
         d.rows = <int>(row_end - row)
         d.a = s.q + (at + row) * stride * sizeof(uint32_t)
-        for panel in range(first_panel, panels):
+        for panel in range(begin // TA_DOT_KEYS, ceil_div(end, TA_DOT_KEYS)):
             d.b = s.k + panel * TA_DOT_KEYS * words * sizeof(uint32_t)
             d.c = s.products + panel * TA_DOT_KEYS * sizeof(float)
             a.dots.multiply(&d)
