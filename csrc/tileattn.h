@@ -19,13 +19,15 @@ enum {
     /* From a row of weights to the next. A constant, since values are multiplied with up to 14 rows at
      * once: with their addresses in registers, value_tile stayed at 86% of the FMA peak instead of 95%. */
     TA_WEIGHT_STRIDE = TA_KEY_BLOCK + 16,
-    /* Of bfloat16 dot products: see ta_dot_tile. */
+    /* Of dot products, see ta_dot_tile: two lots of rows, so that AMX uses what it loads of B twice; a lot
+     * and a step are what a register of AMX holds, 16 rows of 16 words. */
     TA_DOT_ROWS = 32,
     TA_DOT_LOT = 16,
     TA_DOT_WORDS = 16,
-    TA_DOT_KEYS = 32,                      /* of a panel */
+    TA_DOT_KEYS = 32, /* of a panel: those whose scores are weighed at once, and a step of weights */
     TA_ROUNDED_STRIDE = TA_KEY_BLOCK + 32, /* of weights as bfloat16: whole lines of the cache */
-    TA_WEIGH_ROWS = 8                      /* what weigh_dots takes at once of the rows of a tile */
+    /* What weigh_dots takes at once of a tile's rows: whole shares of it, whose scores are in registers. */
+    TA_WEIGH_ROWS = 8
 };
 
 /* What the elements of a caller's array are stored as; the arithmetic is always that of `real`. */

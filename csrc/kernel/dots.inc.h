@@ -1,4 +1,5 @@
-/* What surrounds bfloat16 dot products (ta_dots): their operands, and the use of what they give.
+/* What surrounds dot products of bfloat16, and of int8 (ta_dots): their operands, and the use of what they
+ * give.
  *
  * Operands are words of two successive elements of the contracted axis, the first in the lower half; the
  * axis is padded with zeros to whole steps of TA_DOT_WORDS. A has its rows one behind the other, B the
@@ -244,7 +245,7 @@ static void TA_NAME(value_dots)(const ta_attention_tile *t, const ta_dots *dots)
     const ptrdiff_t first = t->key_begin / TA_KEYS * TA_KEYS;
     const ptrdiff_t last = (t->key_end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
     const int plain = t->rows % TA_DOT_LOT == 0;
-    enum { LOT = 64 };
+    enum { LOT = 64 };            /* columns: as many as AMX multiplies with few rows at once */
     real sums[TA_DOT_ROWS * LOT]; /* in place of rows that belong to others */
     ta_dot_tile d = {
         .rows = t->rows,
