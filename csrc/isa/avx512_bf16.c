@@ -10,7 +10,8 @@
 #define TARGET __attribute__((target("avx512f,avx512bf16,avx512vnni")))
 #define UNROLL _Pragma("GCC unroll 8")
 typedef int32_t word __attribute__((may_alias)); /* two bfloat16 */
-/* 8 x 3 accumulators, a row of B, and what bytes need beside fit into 32 registers. */
+/* 8 x 3 accumulators, and a row of B. With what bytes need beside they fill all 32 registers, and gcc 12
+ * spills. */
 enum { LANES = 16, ROWS = 8, VECTORS = 3 };
 
 TARGET static inline __attribute__((always_inline)) __m512i dot(const int bytes, __m512i acc, __m512i a,
