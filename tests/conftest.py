@@ -31,8 +31,9 @@ ANY_ISA_FILES = {
 
 
 # Those with bfloat16 dot products, which differ from the next one in nothing else: the files about
-# them (test_dots.py) run on these, all others on the rest.
+# them (test_dots.py) run on these, those of EVERY_ISA_FILES on all, and all others on the rest.
 DOT_ISAS = {"amx", "avx512_bf16"}
+EVERY_ISA_FILES = {"test_bits.py"}
 
 
 def pytest_configure(config):
@@ -44,6 +45,8 @@ def pytest_generate_tests(metafunc):
         "any_isa"
     ):
         isas = [tileattn.isa()]
+    elif metafunc.definition.path.name in EVERY_ISA_FILES:
+        isas = tileattn.available_isas()
     else:
         is_about_dots = metafunc.definition.path.name == "test_dots.py"
         isas = [x for x in tileattn.available_isas() if (x in DOT_ISAS) == is_about_dots]
