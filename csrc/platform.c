@@ -1,4 +1,4 @@
-/* What the operating system says: CPUs, forks, memory. */
+/* What the operating system says: CPUs, forks, memory. And a thread's floating-point state. */
 #ifdef __linux__
 #define _GNU_SOURCE
 #include <sched.h>
@@ -8,6 +8,9 @@
 #include <malloc.h>
 #else
 #include <pthread.h>
+#endif
+#ifdef __SSE2__
+#include <immintrin.h>
 #endif
 #include <stdint.h>
 #include <stdlib.h>
@@ -47,6 +50,31 @@ int ta_watch_fork(void)
 int ta_is_forked_child(void)
 {
     return forked_child;
+}
+
+/* What another library, or an earlier call of the user's, has left there must change no bit, since each
+ * thread of a team has its own. */
+ta_floats ta_take_floats(void)
+{
+    ta_floats before;
+#ifdef __SSE2__
+    enum { DEFAULT = 0x1f80 }; /* all exceptions masked, to nearest, denormals kept */
+    before.mxcsr = _mm_getcsr();
+    _mm_setcsr(DEFAULT);
+#else
+    (void)fegetenv(&before.environment);
+    (void)fesetenv(FE_DFL_ENV);
+#endif
+    return before;
+}
+
+void ta_give_floats(ta_floats before)
+{
+#ifdef __SSE2__
+    _mm_setcsr(before.mxcsr);
+#else
+    (void)fesetenv(&before.environment);
+#endif
 }
 
 enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };

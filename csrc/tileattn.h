@@ -7,6 +7,9 @@
 #ifndef TILEATTN_H
 #define TILEATTN_H
 
+#ifndef __SSE2__
+#include <fenv.h>
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -341,11 +344,23 @@ typedef struct ta_isa {
 extern const ta_isa ta_isas[];
 extern const int ta_isa_count;
 
-/* Process facts that decide about threads and memory (platform.c). */
+/* What of the process decides about threads, memory and arithmetic (platform.c). */
 int ta_allowed_cpus(void);       /* CPUs this thread may run on; 0 if unknown */
 int ta_watch_fork(void);         /* arms ta_is_forked_child; non-zero on failure */
 int ta_is_forked_child(void);    /* whether this process is a fork of one that had armed it */
 void *ta_allocate(size_t bytes); /* 2 MiB-aligned on huge pages when large, else 64-byte-aligned */
 void ta_release(void *memory);
+
+/* A thread's rounding, exceptions and flags, and what becomes of denormals. */
+typedef struct ta_floats {
+#ifdef __SSE2__
+    unsigned mxcsr;
+#else
+    fenv_t environment;
+#endif
+} ta_floats;
+
+ta_floats ta_take_floats(void); /* the kernels' own state for this thread; returns what it was */
+void ta_give_floats(ta_floats before);
 
 #endif

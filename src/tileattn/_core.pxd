@@ -248,3 +248,9 @@ cdef extern from "tileattn.h" nogil:
     int ta_is_forked_child() noexcept nogil
     void *ta_allocate(size_t size) noexcept nogil
     void ta_release(void *memory) noexcept nogil
+
+    ctypedef struct ta_floats:
+        pass
+
+    ta_floats ta_take_floats() noexcept nogil
+    void ta_give_floats(ta_floats before) noexcept nogil

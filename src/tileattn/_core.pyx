@@ -1633,12 +1633,16 @@ cdef const Turn *turn_of(const Turn *turns, Py_ssize_t count, int which, Py_ssiz
 
 cdef void item_in_turn(const Turn *turns, Py_ssize_t count, Py_ssize_t item, char *memory) noexcept nogil:
     cdef const Turn *turn = turn_of(turns, count, ITEMS, item)
+    cdef ta_floats before = ta_take_floats()
     attention_item(turn.plan, item - turn.first[ITEMS], memory)
+    ta_give_floats(before)
 
 
 cdef void merge_in_turn(const Turn *turns, Py_ssize_t count, Py_ssize_t item) noexcept nogil:
     cdef const Turn *turn = turn_of(turns, count, MERGES, item)
+    cdef ta_floats before = ta_take_floats()
     merge_item(turn.plan, item - turn.first[MERGES])
+    ta_give_floats(before)
 
 
 cdef void narrow(const ta_kernels *kernels, Array *x, const int64_t *starts, Py_ssize_t b) noexcept nogil:
@@ -1880,16 +1884,24 @@ cdef int team_size(int threads, double flops) noexcept:
 ctypedef void (*Item)(const void *plan, Py_ssize_t item, Py_ssize_t items, char *memory) noexcept nogil
 
 
+cdef inline void do_alone(Item do_item, const void *plan, Py_ssize_t item, Py_ssize_t items,
+                          char *memory) noexcept nogil:
+    """Leaves the thread's floating-point state as it was."""
+    cdef ta_floats before = ta_take_floats()
+    do_item(plan, item, items, memory)
+    ta_give_floats(before)
+
+
 cdef void deal(Item do_item, const void *plan, Py_ssize_t items, int threads, char *memory=NULL,
                Py_ssize_t each=0) noexcept nogil:
     """Does a plan's items, of which none waits for another; each thread has so many bytes of memory."""
     cdef Py_ssize_t i
     if threads <= 1:  # without a region: making a team, even of one, takes as long as a small call
         for i in range(items):
-            do_item(plan, i, items, memory)
+            do_alone(do_item, plan, i, items, memory)
     else:
         for i in prange(items, num_threads=threads, schedule="dynamic"):
-            do_item(plan, i, items, memory + threadid() * each)
+            do_alone(do_item, plan, i, items, memory + threadid() * each)
 
 
 cdef void deal_gemm(const void *plan, Py_ssize_t item, Py_ssize_t _items, char *memory) noexcept nogil:
@@ -2023,6 +2035,7 @@ cdef class PackedMatrix:
         cdef Source[3] b
         cdef bint all_halves = not float32, all_bytes = int8
         cdef Py_ssize_t i, count = 0, matrix_count = len(matrices)
+        cdef ta_floats before
         for i in range(matrix_count):
             read_source(matrices[i], bfloat16, &b[i])
             self.has_words = self.has_words or b[i].words != TA_WORDS_NONE
@@ -2047,8 +2060,10 @@ cdef class PackedMatrix:
         if self.memory == NULL:
             raise MemoryError(f"could not allocate {self.nbytes} bytes for packed weights")
         with nogil:
+            before = ta_take_floats()
             for i in range(count):
                 self.pack(&b[self.panels[i].matrix], &self.panels[i])
+            ta_give_floats(before)
 
     cdef Py_ssize_t packed_depth(self, const Panel *panel) noexcept nogil:
         """In whole words, or steps of dot products."""
@@ -2629,6 +2644,7 @@ cdef struct Stages:
 cdef void stage_item(const Stages *s, int stage, Py_ssize_t i, char *memory) noexcept nogil:
     """Item i of a stage."""
     cdef Py_ssize_t items = s.items[stage], q_items
+    cdef ta_floats before = ta_take_floats()
     if stage == PRE_NORM:
         norm_item(&s.pre_norm, i, items)
     elif stage == PROJECT:
@@ -2648,6 +2664,7 @@ cdef void stage_item(const Stages *s, int stage, Py_ssize_t i, char *memory) noe
         gemm_item(&s.o, i, memory)
     else:
         finish_item(&s.o, i, items)
+    ta_give_floats(before)
 
 
 cdef class Block:
