@@ -115,27 +115,55 @@ def test_default_is_at_most_the_quota(monkeypatch):
     assert tileattn.get_num_threads() == 1
 
 
-UNLIMITED = 1 << 20
+MEMBERSHIP = "/proc/self/cgroup"
 VERSION_1 = ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 @pytest.mark.parametrize(
     "files, quota",
     [
-        ({"/sys/fs/cgroup/cpu.max": "max 100000\n"}, UNLIMITED),
+        ({"/sys/fs/cgroup/cpu.max": "max 100000\n"}, config.UNLIMITED),
         ({"/sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
         ({"/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
         ({"/sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
-        ({"/sys/fs/cgroup/cpu.max": "100000 0\n"}, UNLIMITED),
-        ({"/sys/fs/cgroup/cpu.max": "nonsense\n"}, UNLIMITED),
+        ({"/sys/fs/cgroup/cpu.max": "100000 0\n"}, config.UNLIMITED),
+        ({"/sys/fs/cgroup/cpu.max": "nonsense\n"}, config.UNLIMITED),
         (dict(zip(VERSION_1, ("400000\n", "100000\n"), strict=True)), 4),
-        (dict(zip(VERSION_1, ("-1\n", "100000\n"), strict=True)), UNLIMITED),
-        ({}, UNLIMITED),
+        (dict(zip(VERSION_1, ("-1\n", "100000\n"), strict=True)), config.UNLIMITED),
+        ({}, config.UNLIMITED),
+        # Of a service: a group inside others, each with a limit of its own.
+        (
+            {
+                MEMBERSHIP: "0::/system.slice/search.service\n",
+                "/sys/fs/cgroup/system.slice/search.service/cpu.max": "250000 100000\n",
+                "/sys/fs/cgroup/system.slice/cpu.max": "max 100000\n",
+            },
+            3,
+        ),
+        (
+            {
+                MEMBERSHIP: "0::/a/b\n",
+                "/sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+                "/sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+                "/sys/fs/cgroup/cpu.max": "800000 100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                MEMBERSHIP: "4:cpu,cpuacct:/a\n3:memory:/m\n0::/\n",
+                "/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "50000\n",
+                "/sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+            1,
+        ),
+        ({MEMBERSHIP: "0::/elsewhere\n", "/sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1),
+        ({MEMBERSHIP: "nonsense\n", "/sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1),
     ],
 )
 def test_quota_of_the_container(files, quota, monkeypatch):
     def opened(path, *rest, **options):
-        if not str(path).startswith("/sys/fs/cgroup"):
+        if path != MEMBERSHIP and not str(path).startswith("/sys/fs/cgroup"):
             return real_open(path, *rest, **options)
         if path not in files:
             raise FileNotFoundError(path)

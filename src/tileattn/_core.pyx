@@ -1860,7 +1860,7 @@ def kernel_table(str dtype):
 
 def allowed_threads(int limit):
     """What OMP_NUM_THREADS, OpenMP and the CPU affinity allow, asked anew each time; at most `limit`."""
-    cdef int threads = min(omp_get_max_threads(), limit), cpus = ta_allowed_cpus()
+    cdef int threads = min(omp_get_max_threads(), omp_get_thread_limit(), limit), cpus = ta_allowed_cpus()
     # A runtime that binds threads (OMP_PROC_BIND) has bound this one to a CPU of its own.
     if cpus == 0 or omp_get_proc_bind() != 0:
         return threads

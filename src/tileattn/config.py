@@ -18,6 +18,14 @@ _process_threads: int | None = None
 _context_threads: ContextVar[int | None] = ContextVar("tileattn_threads", default=None)
 _cpu_quota: int | None = None
 
+#: Where control groups of versions 2 and 1 lie, what /proc/self/cgroup calls them, and the files
+#: that hold a quota and its period.
+CONTROL_GROUPS = (
+    ("/sys/fs/cgroup", "", ("cpu.max",)),
+    ("/sys/fs/cgroup/cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+)
+UNLIMITED = 1 << 20
+
 
 def set_num_threads(num_threads: int) -> None:
     """Set how many threads calls use, for the whole process.
@@ -109,7 +117,7 @@ def resolve_threads(num_threads: int | None) -> int:
 
 
 def _quota() -> int:
-    """Whole CPUs of the container's quota, rounded up; read once."""
+    """Whole CPUs of the quota of the container or service, rounded up; read once."""
     global _cpu_quota
     if _cpu_quota is None:
         _cpu_quota = _read_quota()
@@ -117,22 +125,32 @@ def _quota() -> int:
 
 
 def _read_quota() -> int:
-    unlimited = 1 << 20
-    try:  # control groups, version 2
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        try:  # version 1
-            with open("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") as file:
-                quota = file.read().strip()
-            with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
-                period = file.read().strip()
-        except OSError:
-            return unlimited
+    paths: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            paths.update(dict.fromkeys(controllers.split(","), path))
+    least = UNLIMITED
+    for root, name, files in CONTROL_GROUPS:
+        path = paths.get(name, "/").rstrip("/")
+        while True:  # a group, and those that it lies in
+            least = min(least, _quota_in(root + path, files))
+            if not path:
+                break
+            path = path.rpartition("/")[0]
+    return least
+
+
+def _quota_in(folder: str, files: tuple[str, ...]) -> int:
+    words: list[str] = []
     try:
-        return max(1, -(-int(quota) // int(period))) if int(quota) > 0 else unlimited
-    except (ValueError, ZeroDivisionError):  # "max": no limit
-        return unlimited
+        for name in files:
+            with open(f"{folder}/{name}") as file:
+                words += file.read().split()
+        quota, period = map(int, words)
+        return max(1, -(-quota // period)) if quota > 0 else UNLIMITED
+    except (OSError, ValueError, ZeroDivisionError):  # "max": no limit
+        return UNLIMITED
 
 
 def isa() -> str:
