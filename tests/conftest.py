@@ -24,6 +24,7 @@ ANY_ISA_FILES = {
     "test_main.py",
     "test_models.py",
     "test_oracle.py",
+    "test_processes.py",
     "test_reference.py",
     "test_smollm2.py",
     "test_weights.py",

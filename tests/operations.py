@@ -13,11 +13,15 @@ else:
 
 
 class Operation:
-    """`run(num_threads)` returns arrays; one that fails leaves `outputs` as they were."""
+    """`call(num_threads)` gives arrays, `outputs` among them: one that fails leaves them alone."""
 
-    def __init__(self, run, outputs=()):
-        self.run = run
+    def __init__(self, call, outputs=()):
+        self.call = call
         self.outputs = list(outputs)
+
+    def run(self, num_threads):
+        """Copies of what a call gives."""
+        return [np.array(array) for array in self.call(num_threads)]
 
     def clear(self):
         for array in self.outputs:
@@ -47,10 +51,9 @@ def operations(positions=130, width=64):
 
         @operation(f"attention {name}", out)
         def run(num_threads):
-            result = tileattn.dot_product_attention(
+            return tileattn.dot_product_attention(
                 q, k, v, out=out, return_lse=True, num_threads=num_threads, **options
             )
-            return [x.copy() for x in result]
 
     for dtype in (np.float32, np.float64, *HALVES):
         attention(np.dtype(dtype).name, dtype, is_causal=True)
@@ -76,7 +79,7 @@ def operations(positions=130, width=64):
         tileattn.varlen_attention(
             packed_q, packed_k, packed_v, starts, starts, out=packed, num_threads=num_threads
         )
-        return [packed.copy()]
+        return [packed]
 
     states = [
         tileattn.dot_product_attention(normal(B, 8 * T, N, H), k, v, return_lse=True)
@@ -102,7 +105,7 @@ def operations(positions=130, width=64):
     def rotate(num_threads):
         places = np.arange(16 * T)
         tileattn.apply_rope(many, places, out=turned, num_threads=num_threads)
-        return [turned.copy()]
+        return [turned]
 
     for norm in (tileattn.LayerNorm(normal(H), normal(H)), tileattn.RMSNorm(normal(H))):
         normed = np.zeros_like(many)
@@ -110,7 +113,7 @@ def operations(positions=130, width=64):
         @operation(type(norm).__name__, normed)
         def normalise(num_threads, norm=norm, normed=normed):
             norm(many, residual=many, out=normed, num_threads=num_threads)
-            return [normed.copy()]
+            return [normed]
 
     x = normal(B, T, width)
     w_q, w_k, w_v = (normal(width, n, H) / np.float32(8) for n in (N, K, K))
@@ -132,14 +135,14 @@ def operations(positions=130, width=64):
 
         @operation(f"block {name}", given_out)
         def call(num_threads, block=block, given=given, given_out=given_out):
-            return [block(given, out=given_out, num_threads=num_threads).copy()]
+            return [block(given, out=given_out, num_threads=num_threads)]
 
     strided = np.zeros((B, T, 2 * width), np.float32)
 
     @operation("block into a strided out", strided)
     def call_strided(num_threads):
         blocks["post-norm"](x, out=strided[..., ::2], num_threads=num_threads)
-        return [strided.copy()]
+        return [strided]
 
     @operation("attention_block")
     def once(num_threads):
@@ -148,7 +151,7 @@ def operations(positions=130, width=64):
     @operation("context_cache")
     def project(num_threads):
         cache = blocks["post-norm"].context_cache(x, num_threads=num_threads)
-        return [cache.keys[:, :T].copy(), blocks["post-norm"](x, context=cache)]
+        return [cache.keys[:, :T], blocks["post-norm"](x, context=cache)]
 
     @operation("quantize")
     def quantize(num_threads):
@@ -163,16 +166,19 @@ def operations(positions=130, width=64):
     for dtype in (np.float32, np.float16, np.int8):
         cache = tileattn.KVCache(B, 20 * T, K, H, dtype=dtype)
         arrays = cache._arrays()
+        for array in arrays:
+            array[...] = 0
         cached_k, cached_v = normal(2, B, 18 * T, K, H)
+        full = tileattn.KVCache(B, T, K, H, dtype=dtype)
+        full.append(cached_k[:, :T], cached_v[:, :T])
 
         @operation(f"append {np.dtype(dtype)}", *arrays)
         def append(num_threads, cache=cache, k=cached_k, v=cached_v):
             return _from_two(cache, lambda: cache.append(k, v, num_threads=num_threads))
 
         @operation(f"attend {np.dtype(dtype)}")
-        def attend(num_threads, cache=cache):
-            cache._lengths = np.full(B, T)
-            return [cache.attend(q, num_threads=num_threads)]
+        def attend(num_threads, full=full):
+            return [full.attend(q, num_threads=num_threads)]
 
         @operation(f"block with a cache {np.dtype(dtype)}", *arrays)
         def decode(num_threads, cache=cache):
@@ -181,14 +187,14 @@ def operations(positions=130, width=64):
 
     @operation("ring")
     def ring(num_threads):
-        cache = tileattn.KVCache(B, 256, K, H, window=50)
+        cache = tileattn.KVCache(B, T + 100, K, H, window=50)
         for begin in range(0, 18 * T, T):
             rows = slice(begin, begin + T)
             cache.append(cached_k[:, rows], cached_v[:, rows], num_threads=num_threads)
         return [cache.attend(q, num_threads=num_threads)]
 
     beams = tileattn.KVCache(3, 20 * T, K, H)
-    lengths = [3, 12 * T, 10]
+    lengths = [12 * T, 3, 10]
 
     @operation("reorder")
     def reorder(_num_threads):
@@ -200,7 +206,7 @@ def operations(positions=130, width=64):
             assert beams.lengths.tolist() == lengths
             assert all((beams.keys[b] == b).all() for b in range(3))
             raise
-        return [beams.keys[b, :n].copy() for b, n in enumerate(beams.lengths)]
+        return [beams.keys[b, :n] for b, n in enumerate(beams.lengths)]
 
     return every
 
@@ -214,9 +220,7 @@ def _from_two(cache, write):
         assert cache.lengths.tolist() == [2] * cache.batch
         raise
     end = cache.lengths[0]
-    return [np.asarray(a[:, :end]).copy() for a in cache._arrays()] + (
-        [] if result is None else [result]
-    )
+    return [a[:, :end] for a in cache._arrays()] + ([] if result is None else [result])
 
 
 def same(first, second):

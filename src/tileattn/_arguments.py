@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +132,9 @@ class RopeParameters(SetOnce):
     interleaved: bool
 
 
+Result = TypeVar("Result")
+
+
 class CacheSpan(NamedTuple):
     """A cache as one call reads it, and writes to it if it adds positions."""
 
@@ -219,6 +223,18 @@ class CacheParameters:
             lengths,
             longest,
         )
+
+    def _write(self, span: CacheSpan, write: Callable[..., Result], *arguments: Any) -> Result:
+        """What `write` returns, which writes new positions; they count from `_advance` on.
+
+        An interrupt may come in between: what a ring has overwritten is lost by then.
+        """
+        before, self._longest = self._longest, span.longest
+        try:
+            return write(*arguments)
+        except MemoryError:  # it has not begun
+            self._longest = before
+            raise
 
     def _advance(self, span: CacheSpan) -> None:
         """What the span says has been written."""

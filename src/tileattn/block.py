@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NoReturn, TypeAlias
 
@@ -654,7 +655,10 @@ class AttentionBlock(SetOnce):
             result = out
         else:
             result = np.empty(x.shape if has_batch else x.shape[1:], x.dtype)
-        seconds = self._core.run(
+        run = self._core.run
+        if cache is not None and span is not None:
+            run = functools.partial(cache._write, span, run)
+        seconds = run(
             x,
             context,
             self._scores if bias is None else self._scores.with_bias(bias),
@@ -665,11 +669,11 @@ class AttentionBlock(SetOnce):
             threads,
             span,
         )
-        if cache is not None and span is not None:
-            cache._advance(span)
         if out is not None and result is not out:
             out[...] = result
             result = out
+        if cache is not None and span is not None:
+            cache._advance(span)
         return result, seconds
 
     def context_cache(

@@ -275,7 +275,9 @@ class KVCache(CacheParameters):
         if counts is None:
             counts = np.full(B, T, np.int64)
         if T:
-            _core.append(
+            self._write(
+                span,
+                _core.append,
                 k,
                 v,
                 self._keys,
@@ -468,6 +470,7 @@ class KVCache(CacheParameters):
                 f"lengths must lie between 0 and what each sequence has, got {left[b]} for "
                 f"sequence {b}, which has {self._lengths[b]}"
             )
+        longest = self._longest
         if self.window is not None:
             cut = (left > 0) & (left < self._lengths)
             lost = cut & (self._first_seen(left) < self._oldest)
@@ -477,13 +480,14 @@ class KVCache(CacheParameters):
                     f"lengths cuts sequence {b} to {left[b]} positions, but only those from "
                     f"{self._oldest[b]} on are left, and the next one sees {self.window}"
                 )
-            self._longest = np.where(left == 0, 0, self._longest)
-        self._lengths = left.copy()
+            longest = np.where(left == 0, 0, longest)
+        self._lengths, self._longest = left.copy(), longest
 
     def reorder(self, index: npt.ArrayLike) -> None:
         """Let sequence b go on from what sequence ``index[b]`` was, as a beam search does.
 
-        Only positions in use are copied, and at most one sequence a second time.
+        Only positions in use are copied, and at most one sequence a second time. An interrupt
+        leaves sequences empty that were to change.
 
         Parameters
         ----------
@@ -514,24 +518,33 @@ class KVCache(CacheParameters):
         moves = {b: int(a) for b, a in enumerate(source) if a != b}
         readers = np.bincount(list(moves.values()), minlength=self.batch)
         free = [b for b in moves if readers[b] == 0]
-        arrays = self._arrays()
-        aside: list[Array] = []
+        steps: list[tuple[int, int]] = []
         while moves:
             if not free:  # only cycles are left: one sequence steps aside
                 b = next(iter(moves))
-                aside = [x[b, : self._lengths[b]].copy() for x in arrays]
+                steps.append((ASIDE, b))
                 moves[next(to for to, a in moves.items() if a == b)] = ASIDE
                 free.append(b)
             b = free.pop()
             a = moves.pop(b)
-            used = self._lengths[source[b]]
-            for i, x in enumerate(arrays):
-                x[b, :used] = aside[i] if a == ASIDE else x[a, :used]
+            steps.append((b, a))
             if a != ASIDE:
                 readers[a] -= 1
                 if readers[a] == 0 and a in moves:
                     free.append(a)
-        self._lengths, self._longest = self._lengths[source], self._longest[source]
+        arrays = self._arrays()
+        lengths, longest = self._lengths[source], self._longest[source]
+        used = [int(self._lengths[a] if b == ASIDE else lengths[b]) for b, a in steps]
+        room = max((n for n, (b, _) in zip(used, steps, strict=True) if b == ASIDE), default=0)
+        aside = [np.empty_like(x[0, :room]) for x in arrays]
+        left = self._lengths.copy()
+        left[[b for b, _ in steps if b != ASIDE]] = 0
+        self._lengths = left
+        for n, (b, a) in zip(used, steps, strict=True):
+            for x, kept in zip(arrays, aside, strict=True):
+                target, origin = (kept if i == ASIDE else x[i] for i in (b, a))
+                target[:n] = origin[:n]
+        self._lengths, self._longest = lengths, longest
 
     def _check_positions(self, offset: Integers) -> None:
         if bounds(offset)[0] < 0:

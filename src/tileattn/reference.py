@@ -682,6 +682,8 @@ def attention_block(
     pre_norm, post_norm = (w.norm, None) if w.is_pre_norm else (None, w.norm)
     scores = w.scores.with_bias(bias)
     y_BTD = np.empty(x_BTD.shape, x_BTD.dtype)
+    if cache is not None and span is not None:
+        cache._longest = span.longest  # an interrupt may come when a ring is half written
     for b in range(len(x_BTD)):
         x_TD = _float64(x_BTD[b])
         in_TD = _normalise(x_TD, pre_norm)
