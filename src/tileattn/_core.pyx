@@ -177,7 +177,7 @@ cdef inline Py_ssize_t round_up(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
 
 # Between calls one piece of scratch memory is kept, since mapping and zeroing new pages would cost a
 # small call more than its arithmetic. Taken and given back with the GIL held.
-cdef size_t KEEP_AT_MOST = 64 << 20
+cdef size_t keep_at_most = 64 << 20
 cdef void *kept = NULL
 cdef size_t kept_bytes = 0
 
@@ -204,12 +204,21 @@ cdef Scratch take_scratch(size_t size) except *:
 
 cdef void give_scratch(Scratch scratch) noexcept:
     global kept, kept_bytes
-    if scratch.size > KEEP_AT_MOST or (kept != NULL and kept_bytes >= scratch.size):
+    if scratch.size > keep_at_most or (kept != NULL and kept_bytes >= scratch.size):
         ta_release(scratch.data)
         return
     ta_release(kept)
     kept = scratch.data
     kept_bytes = scratch.size
+
+
+def keep_scratch(size_t at_most):
+    """Sets how many bytes are kept, and forgets what is. Returns how many it was before."""
+    global kept, keep_at_most
+    before, keep_at_most = keep_at_most, at_most
+    ta_release(kept)
+    kept = NULL
+    return before
 
 
 cdef inline char *carve(uintptr_t *cursor, Py_ssize_t size) noexcept nogil:
@@ -2839,8 +2848,8 @@ cdef class Block:
         s.a.group = N // K
 
         threads = team_size(threads, attention_flops(&s.a) + 2.0 * (
-            B * T * self.w_q.depth * N * H + B * S * self.w_kv.depth * K * (H + Hv)
-            + B * T * N * Hv * D))
+            <double>B * T * self.w_q.depth * N * H + <double>B * S * self.w_kv.depth * K * (H + Hv)
+            + <double>B * T * N * Hv * D))
         s.o.rows = s.q.rows
         plan_gemm(&s.q, self.w_q, 0, 3 if together else 1, qkv, threads)
         if together:
