@@ -81,6 +81,7 @@ def test_strides_of_mask_and_bias(isa, space, axis, T):
     assert np.array_equal(got, expected)
 
 
+@pytest.mark.any_isa  # the best one, which may have dot products of bfloat16
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_strides_of_other_types(isa, space, dtype):
     if dtype == "bfloat16":
@@ -282,8 +283,8 @@ print(total)
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory):
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler, cc")
+    if shutil.which("cc") is None or os.environ.get("LD_PRELOAD"):
+        pytest.skip("needs a C compiler, cc, and to be the first library that is loaded")
     folder = tmp_path_factory.mktemp("shim")
     (folder / "shim.c").write_text(SHIM)
     command = ["cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "shim.c", "-o", "shim.so"]
