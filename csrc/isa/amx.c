@@ -41,17 +41,16 @@ TARGET static void end(void)
     _tile_release();
 }
 
-/* What a step of a tile asks for. */
+/* What a step of a tile asks for: addresses, maybe of no memory at all. */
 typedef struct ahead {
-    const char *at, *end;
-    ptrdiff_t share;
+    intptr_t at, end, share;
 } ahead;
 
 INLINE void fetch(ahead *next)
 {
-    const char *stop = next->end - next->at < next->share ? next->end : next->at + next->share;
+    const intptr_t stop = next->end - next->at < next->share ? next->end : next->at + next->share;
     for (; next->at < stop; next->at += 64)
-        __builtin_prefetch(next->at, 0, 2);
+        __builtin_prefetch((const void *)next->at, 0, 2);
 }
 
 #define DOT(C, A, B)                 \
@@ -140,7 +139,8 @@ INLINE void product(const int bytes, const ta_dot_tile *t)
 {
     const int lots = t->columns / LOT, passes = t->rows > LOT ? (lots + 1) / 2 : (lots + 3) / 4;
     const ptrdiff_t steps = passes * (t->depth / TA_DOT_WORDS);
-    ahead next = {t->next, (const char *)t->next + t->next_bytes, steps ? t->next_bytes / steps + 64 : 0};
+    const intptr_t at = (intptr_t)t->next;
+    ahead next = {at, at + t->next_bytes, steps ? t->next_bytes / steps + 64 : 0};
     int column = 0, left = lots;
     if (t->rows > LOT) {
         for (; left >= 2; left -= 2, column += 2 * LOT)

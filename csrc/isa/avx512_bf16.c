@@ -99,9 +99,9 @@ static void product(const int bytes, const ta_dot_tile *t)
 {
     static void (*const instances[2][ROWS])(const ta_dot_tile *, int) = {{EACH_ROWS(ENTRY, 0)},
                                                                          {EACH_ROWS(ENTRY, 1)}};
-    const char *next = t->next;
+    const uintptr_t next = (uintptr_t)t->next;
     for (ptrdiff_t at = 0; at < t->next_bytes; at += 64)
-        __builtin_prefetch(next + at, 0, 2);
+        __builtin_prefetch((const void *)(next + at), 0, 2);
     const int tiles = (t->rows + ROWS - 1) / ROWS;
     for (int tile = 0; tile < tiles; tile++) {
         const int begin = tile * t->rows / tiles, end = (tile + 1) * t->rows / tiles;

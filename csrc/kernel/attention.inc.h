@@ -281,7 +281,7 @@ static void TA_NAME(weigh_tile)(const ta_attention_tile *t)
  * each lane, then over the lanes by halves, the same for every row and key. */
 #define dot_products TA_NAME(dot_products)
 TA_INLINE vec dot_products(const int rows, const int storage, const real *q, ptrdiff_t q_stride,
-                           const char *const *k, const char *const *next, ptrdiff_t next_size,
+                           const char *const *k, const uintptr_t *next, ptrdiff_t next_size,
                            ptrdiff_t head_dim)
 {
     const int keys = TA_VL / rows;
@@ -299,7 +299,7 @@ TA_INLINE vec dot_products(const int rows, const int storage, const real *q, ptr
         for (int j = 0; j < keys; j++) {
             vec k_part = load_vector(storage, k[j] + h * stored_size(storage));
             if (next != NULL && (storage != TA_INT8 || h % TA_CACHE_LINE == 0))
-                __builtin_prefetch(next[j] + h * next_size, 0, 2);
+                __builtin_prefetch((const void *)(next[j] + h * next_size), 0, 2);
             TA_UNROLL
             for (int i = 0; i < rows; i++)
                 acc[i * keys + j] += q_part[i] * k_part;
@@ -325,13 +325,14 @@ TA_INLINE void few_body(const int rows, const int storage, const ta_attention_ti
     for (ptrdiff_t panel = t->key_begin / TA_KEYS * TA_KEYS; panel < t->key_end; panel += TA_KEYS) {
         real dots[TA_FEW_ROWS][TA_KEYS];
         for (int key = 0; key < TA_KEYS; key += keys) {
-            const char *k[TA_VL], *next[TA_VL];
+            const char *k[TA_VL];
+            uintptr_t next[TA_VL];
             TA_UNROLL
             for (int j = 0; j < keys; j++) {
                 ptrdiff_t at = panel + key + j;
                 at = at < t->key_begin ? t->key_begin : at < t->key_end ? at : t->key_end - 1;
                 k[j] = (const char *)t->k + at * k_step;
-                next[j] = fetch ? t->next + at * t->next_stride : NULL;
+                next[j] = fetch ? (uintptr_t)t->next + at * t->next_stride : 0;
             }
             real lanes[TA_VL];
             vec_store(lanes, dot_products(rows, storage, t->q, t->q_stride, k, fetch ? next : NULL,
@@ -425,13 +426,15 @@ TA_INLINE void value_body(const int rows, const int vectors, const int storage, 
         for (int j = 0; j < vectors; j++)
             acc[i][j] = vec_all(0);
     }
-    ptrdiff_t lot = t->next != NULL ? 1 : t->key_end - t->key_begin;
+    const uintptr_t next = (uintptr_t)t->next;
+    ptrdiff_t lot = next ? 1 : t->key_end - t->key_begin;
     for (ptrdiff_t key = t->key_begin; key < t->key_end; key += lot) {
         TA_UNROLL
         for (int j = 0; j < vectors; j++)
-            if (t->next != NULL && (storage != TA_INT8 || j * TA_VL % TA_CACHE_LINE == 0))
-                __builtin_prefetch(t->next + key * t->next_stride + (column + j * TA_VL) * t->next_size, 0,
-                                   2);
+            if (next && (storage != TA_INT8 || j * TA_VL % TA_CACHE_LINE == 0))
+                __builtin_prefetch(
+                    (const void *)(next + key * t->next_stride + (column + j * TA_VL) * t->next_size), 0,
+                    2);
         outer_products(acc, rows, vectors, lot, (const real *)t->weights + key, TA_WEIGHT_STRIDE, 1,
                        storage, (const char *)t->v + (key * t->v_stride + column) * v_size, t->v_stride);
     }
