@@ -92,8 +92,15 @@ TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *
         if (before == -INFINITY || before == *row_max) /* what has been summed is zero, or NaN; no rise */
             continue;
         vec factor = vec_exp2(vec_all(before - *row_max));
-        for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < panel; j += TA_VL)
-            vec_store(scores + j, vec_load(scores + j) * factor);
+        /* What would become subnormal becomes 0: where scores rise from key to key, as with ALiBi, most weights
+         * of a block do, and each product with one takes over a hundred cycles. A NaN stays. Where a lone
+         * score makes one, in vec_exp2, it is too rare to pay for a comparison. */
+        vec least = vec_all(TA_SMALLEST) / factor;
+        for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < panel; j += TA_VL) {
+            vec weight = vec_load(scores + j);
+            weight = (vec)((veci)weight & ~(veci)(weight < least));
+            vec_store(scores + j, weight * factor);
+        }
         real *sum = (real *)t->row_sum + i * TA_VL;
         vec_store(sum, vec_load(sum) * factor);
         real *out = (real *)t->out + i * t->out_stride;

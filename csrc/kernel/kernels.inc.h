@@ -6,11 +6,13 @@
 
 #if TA_BITS == 32
 #define real float
+#define TA_SMALLEST 0x1p-126f /* normal number */
 #define other_real double
 #define integer int32_t
 #define TA_TYPE f32
 #else
 #define real double
+#define TA_SMALLEST 0x1p-1022
 #define other_real float
 #define integer int64_t
 #define TA_TYPE f64
@@ -125,6 +127,7 @@ const ta_kernels TA_NAME(kernels) = {
 
 /* The other macros mean the same for both element types and stand. */
 #undef real
+#undef TA_SMALLEST
 #undef other_real
 #undef integer
 #undef TA_TYPE
