@@ -27,13 +27,13 @@ class PackedMatrix:
     depth: int
     columns: tuple[int, ...]
     nbytes: int
-    def __init__(
-        self,
+    def __new__(
+        cls,
         *matrices: _Array | QuantizedParameters,
         bfloat16: bool = ...,
         float32: bool = ...,
         int8: bool = ...,
-    ) -> None: ...
+    ) -> PackedMatrix: ...
 
 class Visibility:
     is_causal: bool
@@ -106,7 +106,7 @@ def merge_states(
 ) -> None: ...
 
 class Memory:
-    def __init__(self, nbytes: int) -> None: ...
+    def __new__(cls, nbytes: int) -> Memory: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def append(
