@@ -289,6 +289,13 @@ class AttentionBlock(SetOnce):
     (1, 6, 32)
     """
 
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    model_dim: int
+    context_dim: int
+
     def __init__(
         self,
         w_q: npt.ArrayLike,

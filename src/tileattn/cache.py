@@ -326,6 +326,24 @@ class KVCache(CacheParameters):
         num_threads: int | None = ...,
     ) -> tuple[Array, Array]: ...
 
+    @overload
+    def attend(
+        self,
+        q: npt.ArrayLike,
+        *,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        is_causal: bool = ...,
+        local_window_size: Window = ...,
+        query_seq_lengths: npt.ArrayLike | None = ...,
+        alibi_slopes: npt.ArrayLike | None = ...,
+        sinks: npt.ArrayLike | None = ...,
+        return_lse: bool,
+        arithmetic: Arithmetic | None = ...,
+        out: Array | None = ...,
+        num_threads: int | None = ...,
+    ) -> Array | tuple[Array, Array]: ...
+
     def attend(
         self,
         q: npt.ArrayLike,
