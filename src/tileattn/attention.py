@@ -133,7 +133,7 @@ def dot_product_attention(
     bias : floating array that broadcasts to [B, N, T, S], optional
         Added to the scores after `scale` and `softcap`, of any floating dtype; -inf hides the key.
         It is read as it lies, never expanded. [N, T, S] if q has no B axis.
-    mask : boolean array that broadcasts to [B, N, T, S], optional
+    mask : bool array that broadcasts to [B, N, T, S], optional
         True where a query may attend to a key; what else hides keys still does. It is read as it
         lies, never expanded. [N, T, S] if q has no B axis.
     scale : float, optional
@@ -174,7 +174,7 @@ def dot_product_attention(
     out : array [B, T, N, Hv], or [T, N, Hv] if the inputs have no B axis
         Of q's dtype. A row that sees no key is zero.
     lse : array [B, T, N], only with `return_lse`
-        float64 for float64, else float32. A row that sees no key has -inf, or its head's sink.
+        Of float64 for float64, else float32. A row that sees no key has -inf, or its head's sink.
 
     Raises
     ------
@@ -362,12 +362,14 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k : int array [B + 1]
         Sequence b has the queries from ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``, and the keys
         likewise. The first is 0, the last the total; sequences may be empty.
-    scale, softcap, is_causal, local_window_size, alibi_slopes, sinks
+    scale, softcap, is_causal
         As in `dot_product_attention`, in each sequence.
     query_offset : int or int array [B], optional
         Absolute position of each sequence's first query among its keys. By default 0; required with
         `is_causal`, `local_window_size` and `alibi_slopes` where a sequence has not as many queries
         as keys.
+    local_window_size, alibi_slopes, sinks
+        As in `dot_product_attention`, in each sequence.
     return_lse : bool, optional
         Also return the natural logarithm of the softmax's denominator.
     arithmetic
@@ -382,7 +384,7 @@ def varlen_attention(
     out : array [total_q, N, Hv]
         Of q's dtype. A row that sees no key is zero.
     lse : array [total_q, N], only with `return_lse`
-        float64 for float64, else float32. A row that sees no key has -inf, or its head's sink.
+        Of float64 for float64, else float32. A row that sees no key has -inf, or its head's sink.
 
     Raises
     ------
@@ -456,11 +458,10 @@ def merge_states(
 
     Parameters
     ----------
-    out_a, out_b : array [..., Hv], float32, float64, float16 or bfloat16
-        Attention over two parts of the keys. Any strides.
-    lse_a, lse_b : array [...]
-        The log-sum-exp of each, float64 for float64, else float32. A row with -inf has seen
-        nothing, and its out is not looked at.
+    out_a, lse_a, out_b, lse_b : arrays [..., Hv], [...], [..., Hv], [...]
+        Attention over two parts of the keys, float32, float64, float16 or bfloat16 of any strides,
+        each with its log-sum-exp, float64 for float64, else float32. A row with an LSE of -inf has
+        seen nothing, and its out is not looked at.
     *more
         Further parts: out, lse, out, lse, ... All are read once.
     num_threads : int, optional

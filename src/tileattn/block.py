@@ -71,6 +71,13 @@ class _Norm(NormParameters):
         ------
         TypeError, ValueError
             For dtypes or shapes that do not fit.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> x = np.array([[3.0, 4.0, 0.0, 0.0]])
+        >>> tileattn.RMSNorm(eps=0.0)(x, residual=x)
+        array([[1.2, 1.6, 0. , 0. ]])
         """
         x, residual = check_norm_inputs(x, residual, self, out)
         threads = resolve_threads(num_threads)
@@ -227,10 +234,12 @@ class AttentionBlock(SetOnce):
         Over the H columns of each head of queries or keys, behind their bias and before `rope`.
     scale : float, optional
         Factor of the scores, by default ``1 / sqrt(H)``.
-    softcap, local_window_size, sinks
+    softcap : float, optional
         As in `dot_product_attention`.
     is_causal : bool, optional
         Row t sees only the positions ``j <= t + query_offset``.
+    local_window_size, sinks
+        As in `dot_product_attention`.
     weight_dtype : "bfloat16", "int8", "int4" or None, optional
         What float32 weights are rounded to and kept as, in 1/2, 1/4 and 1/6 of the memory. int8 has
         a scale for each output column, int4 a scale and a minimum for each 32 of its weights.
@@ -410,9 +419,10 @@ class AttentionBlock(SetOnce):
         w_o : array or QuantizedMatrix [D, N*Hv]
         w_qkv : array or QuantizedMatrix [(N + 2K)*H, D]
             Instead of `w_q`, `w_k` and `w_v`: their rows, one after the other.
-        b_q, b_k, b_v, b_o : arrays [N*H], [K*H], [K*Hv], [D], optional
+        b_q, b_k, b_v : arrays [N*H], [K*H], [K*Hv], optional
         b_qkv : array [(N + 2K)*H], optional
             With `w_qkv`, instead of `b_q`, `b_k` and `b_v`.
+        b_o : array [D], optional
         num_heads : int
             N.
         num_kv_heads : int, optional
@@ -533,7 +543,7 @@ class AttentionBlock(SetOnce):
             it holds, their keys and values are added to it, and x attends to all. S is the length
             of its longest sequence then.
         bias : floating array, broadcasts to [B, N, T, S], optional
-        mask : boolean array, broadcasts to [B, N, T, S], optional
+        mask : bool array, broadcasts to [B, N, T, S], optional
             As in `dot_product_attention`; not with a cache that is a ring.
         query_offset : int or int array [B], optional
             As in `dot_product_attention`. Not with `cache`, whose lengths say it.
@@ -600,6 +610,15 @@ class AttentionBlock(SetOnce):
             What the call returns.
         parts : list of (name, seconds)
             Of the three stages that run one after the other.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> w, w_o, x = np.ones((32, 4, 8)), np.ones((4, 8, 32)), np.ones((1, 6, 32))
+        >>> block = tileattn.AttentionBlock(w, w, w, w_o)
+        >>> output, parts = block.profile(x)
+        >>> [name for name, seconds in parts]
+        ['project q, k, v', 'attention', 'project output + LayerNorm']
         """
         names = (
             "context",

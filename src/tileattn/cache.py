@@ -367,6 +367,8 @@ class KVCache(CacheParameters):
         q : array [B, T, N, H]
             Queries of the T positions appended last, so that the last row of q stands at position
             ``lengths - 1``; of a dtype that `append` takes.
+        scale, softcap
+            As in `dot_product_attention`.
         is_causal : bool, optional
             Each position sees itself and those before it; otherwise all.
         local_window_size : int or (left, right), optional
@@ -374,7 +376,7 @@ class KVCache(CacheParameters):
         query_seq_lengths : int array [B], optional
             In sequence b the first ``query_seq_lengths[b]`` rows are the positions appended last;
             the others give zeros and an LSE of -inf.
-        scale, softcap, alibi_slopes, sinks, return_lse, arithmetic, out, num_threads
+        alibi_slopes, sinks, return_lse, arithmetic, out, num_threads
             As in `dot_product_attention`.
 
         Returns

@@ -42,7 +42,7 @@ def set_num_threads(num_threads: int) -> None:
 
     See Also
     --------
-    threads : the same for a `with` block.
+    threads : The same for a `with` block.
 
     Examples
     --------
@@ -91,6 +91,10 @@ def threads(num_threads: int) -> Iterator[None]:
     ----------
     num_threads : int
         1 to 1024.
+
+    Yields
+    ------
+    None
 
     Raises
     ------
@@ -161,6 +165,10 @@ def isa() -> str:
     imported. The first two add bfloat16 dot products to the third. "avx512_bf16" is the best one on
     AMD's CPUs only; Intel's multiply faster in float32.
 
+    Returns
+    -------
+    str
+
     Examples
     --------
     >>> import tileattn
@@ -172,7 +180,11 @@ def isa() -> str:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Names of the instruction sets that this machine can run, best first.
+    """List the names of the instruction sets that this machine can run, best first.
+
+    Returns
+    -------
+    tuple of str
 
     Examples
     --------

@@ -35,7 +35,7 @@ LAYER_NORM_FLOPS_PER_ELEMENT = 8
 class OperationCost:
     """One row of the table.
 
-    Attributes
+    Parameters
     ----------
     operation : str
         The formula in axis letters, such as ``X[B,T,D] . W_Q[D,N,H]``.
@@ -48,6 +48,12 @@ class OperationCost:
     is_matmul : bool
         Whether the FLOPs are multiply-adds of a matrix product (two each), and so count towards
         GFLOP/s.
+
+    Examples
+    --------
+    >>> row = attention_block_cost(1, 512, 768, 12, 4, 64).rows[0]
+    >>> row.operation, row.output_text
+    ('X[B,T,D] . W_Q[D,N,H]', 'Q[1,512,12,64]')
     """
 
     operation: str
@@ -73,7 +79,7 @@ class OperationCost:
 class BlockCost:
     """The whole table; ``str()`` of it is the table as text.
 
-    Attributes
+    Parameters
     ----------
     sizes : dict of str to int
         Every axis letter, ``B`` to ``Dc``.
@@ -81,6 +87,12 @@ class BlockCost:
         (query, key) pairs that attend, over the whole batch, for one head.
     rows : tuple of OperationCost
         In the order of computation.
+
+    Examples
+    --------
+    >>> cost = attention_block_cost(1, 512, 768, 12, 4, 64)
+    >>> cost.params, [row.output for row in cost.rows]
+    (1574400, ['Q', 'K', 'V', 'score', 'score', 'Y', 'Z', 'Output'])
     """
 
     sizes: dict[str, int] = field(hash=False)
@@ -113,7 +125,17 @@ class BlockCost:
         return self.matmul_flops / self.bytes if self.bytes else float("nan")
 
     def sizes_text(self) -> str:
-        """One line: the sizes, and how many of the (query, key) pairs are visible."""
+        """One line: the sizes, and how many of the (query, key) pairs are visible.
+
+        Returns
+        -------
+        str
+
+        Examples
+        --------
+        >>> attention_block_cost(1, 512, 768, 12, 4, 64, is_causal=True).sizes_text()
+        'B 1  T 512  S 512  D 768  N 12  K 4  G 3  H 64    visible pairs 131,328 of 262,144'
+        """
         shown = dict(self.sizes)
         if shown["Hv"] == shown["H"]:
             del shown["Hv"]

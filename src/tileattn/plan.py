@@ -112,9 +112,11 @@ def explain(
         Likewise.
     query_seq_lengths, key_value_seq_lengths, alibi_slopes, sinks, return_lse
         Likewise.
+    arithmetic
+        Likewise.
     out
         Likewise; nothing is written.
-    arithmetic, num_threads
+    num_threads
         Likewise.
 
     Returns

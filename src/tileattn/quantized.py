@@ -39,7 +39,7 @@ class QuantizedMatrix(QuantizedParameters):
     Parameters
     ----------
     values : array [out, in]
-        int8. With 4 bits from -8 to 7, or uint8 from 0 to 15 with `minima`.
+        Of int8, with 4 bits from -8 to 7; or with `minima` of uint8, from 0 to 15.
     scales : array [out, in / group_size], float16 or float32
         Those of a group of columns each.
     minima : array of scales' shape and dtype, optional

@@ -198,7 +198,7 @@ def dot_product_attention(
     scale : float, optional
         1 / sqrt(H) where not given.
     softcap : float, optional
-        c turns a scaled score s into c * tanh(s / c).
+        A positive c turns a scaled score s into c * tanh(s / c).
     is_causal : bool
         Query t sees keys j <= t + query_offset only.
     query_offset : int or int[B], optional
@@ -305,11 +305,13 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k : int[B+1]
         Sequence b has the queries from cu_seqlens_q[b] to cu_seqlens_q[b + 1], and the keys
         likewise. The first is 0, the last the total; they do not decrease.
-    scale, softcap, is_causal, local_window_size, alibi_slopes, sinks
+    scale, softcap, is_causal
         As in :func:`dot_product_attention`, in each sequence.
     query_offset : int or int[B], optional
         Position of each sequence's first query among its keys. Needed where a position means
         something and any sequence has not as many queries as keys.
+    local_window_size, alibi_slopes, sinks
+        As in :func:`dot_product_attention`, in each sequence.
     return_lse : bool
         Also return the log-sum-exp of each row's scores and its sink.
     arithmetic : "float32" or None, optional
@@ -381,10 +383,10 @@ def merge_states(
 
     Parameters
     ----------
-    out_a, out_b : float32, float64, float16 or bfloat16 [...,Hv]
-        Attention over two parts of the keys.
-    lse_a, lse_b : [...] of float64 for float64, else float32
-        The log-sum-exp of each. A row with -inf has seen nothing, and its out is not looked at.
+    out_a, lse_a, out_b, lse_b : [...,Hv], [...], [...,Hv], [...]
+        Attention over two parts of the keys, float32, float64, float16 or bfloat16, and the
+        log-sum-exp of each, float64 for float64, else float32. A row with an LSE of -inf has seen
+        nothing, and its out is not looked at.
     *more
         Further parts: out, lse, out, lse, ...
     num_threads : int, optional
@@ -599,6 +601,8 @@ def attention_block(
         Rotates queries by their positions t + query_offset, and keys by theirs, j.
     q_norm, k_norm : LayerNorm or RMSNorm, optional
         Of each head's H columns of queries or keys, after the bias and before `rope`.
+    scale, softcap, is_causal, local_window_size, sinks
+        As in :func:`dot_product_attention`.
     weight_dtype : "bfloat16", "int8", "int4" or None, optional
         What float32 weights are rounded to first.
     arithmetic : "float32", "int8" or None, optional
@@ -607,7 +611,6 @@ def attention_block(
         What keys and values are made from, in cross attention, or a cache that holds them.
     cache : KVCache, optional
         Holds the positions before those of x, and gets theirs, rounded to x's dtype and its own.
-    scale, softcap, is_causal, local_window_size, sinks
     bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths
         As in :func:`dot_product_attention`. Queries beyond their length have an attention of zero,
         so their output is LayerNorm(x + b_o). `rope` needs `query_offset` where T != S, too, and

@@ -75,7 +75,25 @@ class RopeScaling(ABC):
 
     @abstractmethod
     def frequencies(self, theta: float, rotary_dim: int) -> Float64:
-        """Radians that each pair turns from one position to the next, float64 [rotary_dim / 2]."""
+        """Angle in radians by which each pair turns from one position to the next.
+
+        Parameters
+        ----------
+        theta : float
+            The base of the frequencies, above 1.
+        rotary_dim : int
+            How many of a head's columns are rotated.
+
+        Returns
+        -------
+        float64 array [rotary_dim / 2]
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> tileattn.RopeScaling.linear(4).frequencies(10000.0, 4)
+        array([0.25  , 0.0025])
+        """
 
     def __repr__(self) -> str:
         parameters = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -83,16 +101,57 @@ class RopeScaling(ABC):
 
     @staticmethod
     def linear(factor: float) -> RopeScaling:
-        """Positional interpolation: positions are divided by `factor`, which is at least 1."""
+        """Positional interpolation: positions are divided by `factor`.
+
+        Parameters
+        ----------
+        factor : float
+            At least 1.
+
+        Returns
+        -------
+        RopeScaling
+
+        Raises
+        ------
+        TypeError, ValueError
+            For another `factor`.
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> tileattn.RopeScaling.linear(4).frequencies(10000.0, 4)
+        array([0.25  , 0.0025])
+        """
         return _Linear(check_at_least("factor", factor, 1))
 
     @staticmethod
     def ntk(factor: float) -> RopeScaling:
-        """NTK-aware interpolation with a fixed `factor` of at least 1.
+        """NTK-aware interpolation with a fixed `factor`.
 
         What is called dynamic takes a new factor, ``factor * length / original_max_position -
         (factor - 1)``, for each length beyond the original one, and so turns the keys already in a
         cache out of place.
+
+        Parameters
+        ----------
+        factor : float
+            At least 1.
+
+        Returns
+        -------
+        RopeScaling
+
+        Raises
+        ------
+        TypeError, ValueError
+            For another `factor`.
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> tileattn.RopeScaling.ntk(4).frequencies(10000.0, 4)
+        array([1.    , 0.0025])
         """
         return _Ntk(check_at_least("factor", factor, 1))
 
@@ -121,6 +180,22 @@ class RopeScaling(ABC):
             What multiplies cos and sin, by default ``0.1 * log(factor) + 1``.
         truncate : bool, optional
             Whether the ramp begins and ends at whole numbers of a pair.
+
+        Returns
+        -------
+        RopeScaling
+
+        Raises
+        ------
+        TypeError, ValueError
+            For parameters of another type or out of range.
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> scaling = tileattn.RopeScaling.yarn(32, 4096)
+        >>> round(scaling.attention_factor, 4)
+        1.3466
         """
         factor = check_at_least("factor", factor, 1)
         fast, slow = check_real("beta_fast", beta_fast), check_real("beta_slow", beta_slow)
@@ -148,7 +223,7 @@ class RopeScaling(ABC):
         high_freq_factor: float,
         original_max_position: int,
     ) -> RopeScaling:
-        """As in Llama 3.1 (8, 1, 4, 8192) and 3.2 (32, 1, 4, 8192).
+        """Interpolation as in Llama 3.1 (8, 1, 4, 8192) and 3.2 (32, 1, 4, 8192).
 
         Parameters
         ----------
@@ -160,6 +235,21 @@ class RopeScaling(ABC):
             between them is a ramp.
         original_max_position : int
             The length that the model was trained for.
+
+        Returns
+        -------
+        RopeScaling
+
+        Raises
+        ------
+        TypeError, ValueError
+            For parameters of another type or out of range.
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> tileattn.RopeScaling.llama3(8, 1, 4, 8192).frequencies(10000.0, 4)
+        array([1.  , 0.01])
         """
         low = check_real("low_freq_factor", low_freq_factor)
         high = check_real("high_freq_factor", high_freq_factor)
@@ -382,7 +472,7 @@ class Rope(RopeParameters):
         )
 
     def frequencies(self, head_dim: int) -> Float64:
-        """Radians that each pair turns from one position to the next, for heads of that width.
+        """Angle in radians by which each pair turns from one position to the next.
 
         Parameters
         ----------
@@ -392,6 +482,17 @@ class Rope(RopeParameters):
         Returns
         -------
         float64 array [rotary_dim / 2]
+
+        Raises
+        ------
+        ValueError
+            For heads that are narrower than `rotary_dim`, or without it of an odd width.
+
+        Examples
+        --------
+        >>> import tileattn
+        >>> tileattn.Rope().frequencies(4)
+        array([1.  , 0.01])
         """
         rotary_dim = fit_rotary_dim(self.rotary_dim, head_dim)
         if self.scaling is None:
@@ -412,8 +513,19 @@ class Rope(RopeParameters):
 
         Returns
         -------
-        cos, sin : arrays [..., rotary_dim / 2] of that dtype
+        cos : array [..., rotary_dim / 2] of that dtype
             Contiguous and read-only.
+        sin : array of the same shape and dtype
+            Likewise.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> cos, sin = tileattn.Rope().tables(np.array([0, 1]), 4, "float64")
+        >>> cos.round(4), sin.round(4)
+        (array([[1.    , 1.    ],
+               [0.5403, 1.    ]]), array([[0.    , 0.    ],
+               [0.8415, 0.01  ]]))
         """
         latest = self._latest[0]
         if (
@@ -432,14 +544,26 @@ class Rope(RopeParameters):
         Parameters
         ----------
         count : int
+            How many positions.
         head_dim : int
             H.
         dtype : float32 or float64
 
         Returns
         -------
-        cos, sin : arrays [count or more, rotary_dim / 2] of that dtype
+        cos : array [count or more, rotary_dim / 2] of that dtype
             Contiguous and read-only.
+        sin : array of the same shape and dtype
+            Likewise.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> rope = tileattn.Rope()
+        >>> rope.tables_of_first(100, 64, "float32")[0].shape
+        (100, 32)
+        >>> rope.tables_of_first(101, 64, "float32")[0].shape
+        (150, 32)
         """
         first = self._first[0]
         if first is None or not first.fit(head_dim, dtype):
@@ -473,7 +597,7 @@ class Rope(RopeParameters):
         positions : int array [T] or [B, T]
             From 0 on; in any order.
         out : array of x's shape and dtype, optional
-            x itself, or no overlap with it.
+            Either x itself, or no overlap with it.
         num_threads : int, optional
             For this call, by default `get_num_threads()`.
 
@@ -485,6 +609,12 @@ class Rope(RopeParameters):
         ------
         TypeError, ValueError
             For dtypes or shapes that do not fit, and negative positions.
+
+        Examples
+        --------
+        >>> import numpy as np, tileattn
+        >>> tileattn.Rope()(np.array([[[1.0, 0.0]]]), [1]).round(4)
+        array([[[0.5403, 0.8415]]])
         """
         x, positions, rotary_dim = check_rope_inputs(x, positions, self.rotary_dim, out)
         threads = resolve_threads(num_threads)

@@ -216,7 +216,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # what layer_types says o
 
 
 class WeightsError(ValueError):
-    """A file of weights that cannot be used; the message is one line and says why."""
+    """A file of weights that cannot be used; the message is one line and says why.
+
+    Examples
+    --------
+    >>> from tileattn.weights import WeightsError, load_block
+    >>> try:
+    ...     load_block("missing.npz")
+    ... except WeightsError as error:
+    ...     print(error)
+    missing.npz: no such file
+    """
 
 
 def load_block(
