@@ -424,7 +424,7 @@ class AttentionBlock(SetOnce):
             With `w_qkv`, instead of `b_q`, `b_k` and `b_v`.
         b_o : array [D], optional
         num_heads : int
-            N.
+            N, how many query heads there are.
         num_kv_heads : int, optional
             K, by default N.
         norm, norm_position, residual, rope, q_norm, k_norm

@@ -50,7 +50,7 @@ class KVCache(CacheParameters):
         How many positions of a sequence there is room for. It is fixed, and so is the memory; the
         system provides pages of it when they are first used.
     num_kv_heads : int
-        K.
+        K, how many key/value heads there are.
     head_dim : int
         H, the width of a key.
     v_head_dim : int, optional

@@ -209,7 +209,7 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths : int[B], optional
         Queries at or beyond the length see nothing; keys at or beyond it are seen by nobody.
     alibi_slopes : floating [N] or [B,N], optional
-        Adds -slope * |t + query_offset - j| to the scores.
+        Adds ``-slope * |t + query_offset - j|`` to the scores.
     sinks : floating [N], optional
         A score of each head's own in the denominator.
     return_lse : bool

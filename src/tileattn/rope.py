@@ -477,7 +477,7 @@ class Rope(RopeParameters):
         Parameters
         ----------
         head_dim : int
-            H.
+            H, the width of a head.
 
         Returns
         -------
@@ -508,7 +508,7 @@ class Rope(RopeParameters):
         ----------
         positions : int64 array [...]
         head_dim : int
-            H.
+            H, the width of a head.
         dtype : float32 or float64
 
         Returns
@@ -546,7 +546,7 @@ class Rope(RopeParameters):
         count : int
             How many positions.
         head_dim : int
-            H.
+            H, the width of a head.
         dtype : float32 or float64
 
         Returns

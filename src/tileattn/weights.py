@@ -1,7 +1,7 @@
 """Reading the weights of one attention layer from a .npz or .safetensors file.
 
-`NAMINGS` below is the whole of what is understood: how each kind of file names its tensors, and
-their shapes. Only layers that compute
+``NAMINGS`` below is the whole of what is understood: how each kind of file names its tensors, and
+their shapes. Only layers that compute ::
 
     LayerNorm(X + softmax(Q K^T / sqrt(H)) V W_O)        (post-norm, no positions in the scores)
     X + softmax(Q K^T / sqrt(H)) V W_O                   (decoders: pre-norm, causal,
@@ -238,13 +238,13 @@ def load_block(
     prefix: str | None = None,
     is_causal: bool | None = None,
 ) -> AttentionBlock:
-    """Build an `AttentionBlock` from one layer of a file of weights.
+    """Build a `tileattn.AttentionBlock` from one layer of a file of weights.
 
     The kinds of names are tileattn's own (the constructor's arguments, `norm_weight` and
     `norm_bias`), those of Hugging Face BERT and its relatives, those of
     `torch.nn.TransformerEncoderLayer` and `torch.nn.MultiheadAttention`, and those of the Hugging
-    Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table `NAMINGS` in
-    this module lists them. float16 and bfloat16 tensors are converted to float32.
+    Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table ``NAMINGS``
+    in this module lists them. float16 and bfloat16 tensors are converted to float32.
 
     A decoder's block is pre-norm, with the rope, window and norms of heads that its config.json
     says, which must lie beside the file.
@@ -331,8 +331,8 @@ def load_arguments(
     Returns
     -------
     dict of str to object
-        Arguments of `AttentionBlock`: `w_q` [D, N, H], `w_k` [Dc, K, H], `w_v` [Dc, K, Hv] and
-        `w_o` [N, Hv, D], float32 or float64; of `b_q` [N, H], `b_k` [K, H], `b_v` [K, Hv] and
+        Arguments of `tileattn.AttentionBlock`: `w_q` [D, N, H], `w_k` [Dc, K, H], `w_v` [Dc, K, Hv]
+        and `w_o` [N, Hv, D], float32 or float64; of `b_q` [N, H], `b_k` [K, H], `b_v` [K, Hv] and
         `b_o` [D] those that the file has; `norm`, `residual` and `is_causal`; where it is pre-norm,
         `norm_position`; and of `rope`, `q_norm`, `k_norm` and `local_window_size` those that apply.
 
