@@ -1,25 +1,35 @@
-"""The README's examples run as they stand there, and the version is one."""
+"""README and docs: the examples run, the reference names all, the version is one."""
 
 import doctest
 import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
 
 import tileattn
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference" / "index.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 
 
-def test_examples_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one of them writes a file
-    text = README.read_text("utf-8")
-    test = doctest.DocTestParser().get_doctest(text, {}, README.name, str(README), 0)
-    assert len(test.examples) == text.count("\n>>> ") > 0
+    text = page.read_text("utf-8")
+    test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    assert len(test.examples) == text.count("\n>>> ") >= text.count("```python")
     failures = []
     runner = doctest.DocTestRunner()
     runner.run(test, out=failures.append)
     assert not runner.failures, "".join(failures)
+
+
+@pytest.mark.any_isa
+def test_the_reference_has_all():
+    entries = re.findall(r"^ *(\w+)$", REFERENCE.read_text("utf-8"), flags=re.MULTILINE)
+    assert set(entries) >= set(tileattn.__all__)
 
 
 @pytest.mark.any_isa
