@@ -333,3 +333,32 @@ def test_random_calls(call):
     (q, k, lse), options, how, threads = call
     got = attention_weights(q, k, lse, num_threads=threads, **how, **options)
     check_weights(got, q, k, lse, **how, **options)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("hidden_by", ["window", "mask", "bias", "lengths"])
+def test_an_lse_of_nan_reaches_just_the_keys_that_its_row_sees(reduce, hidden_by):
+    """At the edges of what a row sees, and beyond, in panels of any number of lanes."""
+    T, S = 40, 70
+    q, k = random(0, 1, T, 2, 8), random(1, 1, S, 1, 8)
+    sees = np.abs(np.arange(S) - np.arange(T)[:, None]) <= 3
+    options = {
+        "window": {"local_window_size": 3, "query_offset": 0},
+        "mask": {"mask": sees},
+        "bias": {"bias": np.where(sees, np.float32(0), -np.inf)},
+        "lengths": {"key_value_seq_lengths": [37]},
+    }[hidden_by]
+    if hidden_by == "lengths":
+        sees = np.broadcast_to(np.arange(S) < 37, (T, S))
+    lse = dot_product_attention(q, k, k, return_lse=True, **options)[1]
+    blind = [0, 1, 20, 39]
+    lse[0, blind] = np.nan
+    got = attention_weights(q, k, lse, reduce=reduce, **options)
+    expected = np.zeros((1, 2, T, S), bool)
+    expected[:, :, blind] = sees[blind]
+    if reduce is not None:
+        expected = expected.any(axis=2 if reduce == "queries" else 3)
+    np.testing.assert_array_equal(np.isnan(got), expected)
+    slow = reference.attention_weights(q, k, lse, reduce=reduce, **options)
+    np.testing.assert_array_equal(np.isnan(slow), expected)
+    np.testing.assert_allclose(got[~expected], slow[~expected], rtol=1e-4, atol=1e-6)

@@ -86,6 +86,14 @@ TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *
         if (top == -INFINITY)
             continue;
         const real before = *row_max;
+        if (before != before) { /* an LSE of NaN, for settle_weights: so is all but what is hidden */
+            for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
+                vec score = vec_load(scores + j);
+                veci hidden = (veci)(score == vec_all(-INFINITY));
+                vec_store(scores + j, vec_select(hidden, score, vec_all(before)));
+            }
+            continue;
+        }
         *row_max = before == -INFINITY || top > before + TA_RAISE ? top : before;
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
             vec_store(scores + j, vec_load(scores + j) - vec_all(*row_max));

@@ -532,7 +532,8 @@ def attention_weights(
                 lse_GT1 = _float64(a.lse[b, t[some], heads]).T[..., None]
                 # Beyond the largest score an LSE says no more than that.
                 exponent_GTS = _bounded(score_GTS, largest) - _bounded(lse_GT1, largest)
-                weight_GTS = np.where(sees_GTS & (lse_GT1 != -np.inf), np.exp(exponent_GTS), 0.0)
+                counts_GTS = sees_GTS & (score_GTS != -np.inf) & (lse_GT1 != -np.inf)
+                weight_GTS = np.where(counts_GTS, np.exp(exponent_GTS), 0.0)
                 if a.reduce == "queries":
                     w[b, heads] += weight_GTS.sum(axis=1)
                 elif a.reduce == "keys":
