@@ -11,6 +11,7 @@ from tileattn import (
     AttentionBlock,
     KVCache,
     LayerNorm,
+    QuantizedMatrix,
     RMSNorm,
     Rope,
     RopeScaling,
@@ -77,6 +78,12 @@ ATTENTION_FAULTS = {
     "long double v": ({"v": np.ones((B, S, K, HV), np.longdouble)}, TypeError, ["v"]),
     "text": ({"q": "query"}, TypeError, ["q"]),
     "None": ({"k": None}, TypeError, ["k"]),
+    "ragged list": ({"k": [[1.0, 2.0], [3.0]]}, ValueError, ["k", "inhomogeneous"]),
+    "ragged lengths": (
+        {"query_seq_lengths": [[1], [2, 3]]},
+        ValueError,
+        ["query_seq_lengths", "inhomogeneous"],
+    ),
     "objects": ({"q": np.full((B, T, N, H), None)}, TypeError, ["q", "object"]),
     "mixture k": ({"k": random(1, B, S, K, H, dtype=F64)}, TypeError, ["k", "float64", "float32"]),
     "list of q": (
@@ -414,7 +421,8 @@ def test_good_arguments_come_back_in_one_form():
         key_value_seq_lengths=[5, 0],
     )
     assert checked.q is given["q"]
-    assert checked.out is given["out"]
+    assert checked.out.base is given["out"]
+    assert checked.sizes == (B, T, N, H, S, K, HV)
     assert checked.has_batch
     scores = checked.scores
     assert (scores.scale, scores.softcap) == (1 / np.sqrt(H), 0.0)
@@ -1322,3 +1330,129 @@ SCALING_FAULTS = {
 @pytest.mark.parametrize("call, error, names", SCALING_FAULTS.values(), ids=SCALING_FAULTS)
 def test_rope_scalings_refuse(call, error, names):
     refused(call, error, *names)
+
+
+# ------------------------------------------------------------------ arguments with their own code
+
+
+class Claims(np.ndarray):
+    """One element, that claims to be any array."""
+
+    @property
+    def shape(self):
+        return self.claimed
+
+
+def claims(*shape):
+    array = np.zeros((1,) * len(shape), F32).view(Claims)
+    array.claimed = shape
+    return array
+
+
+OUTPUTS = {
+    "attention": lambda out: dot_product_attention(
+        *[random(i, B, T, N, H) for i in range(3)], out=out
+    ),
+    "varlen": lambda out: varlen_attention(
+        *[random(i, T, N, H) for i in range(3)], [0, T], [0, T], out=out
+    ),
+    "weights": lambda out: attention_weights(
+        *[random(i, B, T, N, H) for i in range(2)], random(2, B, T, N), out=out
+    ),
+    "rope": lambda out: apply_rope(random(0, B, T, N, H), range(T), out=out),
+    "norm": lambda out: LayerNorm()(random(0, B, T, D), out=out),
+    "block": lambda out: attention_block(
+        random(0, B, T, D),
+        *[random(i, *shape) for i, shape in enumerate([(D, N, H)] * 3 + [(N, H, D)])],
+        out=out,
+    ),
+}
+OUTPUT_SHAPES = {
+    "attention": (B, T, N, H),
+    "varlen": (T, N, H),
+    "weights": (B, N, T, T),
+    "rope": (B, T, N, H),
+    "norm": (B, T, D),
+    "block": (B, T, D),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_is_what_its_memory_is_not_what_it_claims(name):
+    shape = OUTPUT_SHAPES[name]
+    refused(lambda: OUTPUTS[name](claims(*shape)), ValueError, "out has shape (1, ")
+    out = np.zeros(shape, F32).view(np.recarray)
+    assert OUTPUTS[name](out) is out
+    assert out.any()
+
+
+class Meddler:
+    """An argument that changes another one when it is asked for its value."""
+
+    def __init__(self, change, value):
+        self.change, self.value = change, value
+
+    def __array__(self, dtype=None, copy=None):
+        self.change()
+        return np.asarray(self.value)
+
+
+def test_an_array_that_changes_its_shape_meanwhile_is_refused_or_what_it_was():
+    def reshape(array, *shape):
+        array.shape = shape
+
+    arrays = {name: random(i, 1, 6, 2, 8) for i, name in enumerate("qkv")}
+    arrays["out"] = np.zeros((1, 6, 2, 8), F32)
+    expected = dot_product_attention(**arrays, scale=0.5).copy()
+    for name, shape in (("q", (6, 2, 8)), ("k", (1, 8, 2, 6)), ("v", (1,) * 60 + (96,))):
+        given = {n: a.copy() for n, a in arrays.items()}
+        late = Meddler(lambda a=given[name], s=shape: reshape(a, *s), 0.5)
+        words = "more axes" if name == "v" else "q, k or v has changed its shape"
+        refused(lambda g=given, s=late: dot_product_attention(**g, scale=s), ValueError, words)
+        given = {n: a[0].copy() for n, a in arrays.items()}
+        late = Meddler(lambda a=given[name], s=shape: reshape(a, *s), 0.5)
+        np.testing.assert_array_equal(dot_product_attention(**given, scale=late), expected[0])
+    given = {n: a.copy() for n, a in arrays.items()}
+    late = Meddler(lambda: reshape(given["out"], 96), 0.5)
+    np.testing.assert_array_equal(dot_product_attention(**given, scale=late), expected.ravel())
+    x = random(3, 1, 6, 2, 8)
+    late = Meddler(lambda: reshape(x, 1, 1, 1, 96), list(range(6)))
+    expected = apply_rope(x.copy(), range(6))
+    np.testing.assert_array_equal(apply_rope(x, late), expected)
+
+
+def test_lengths_that_change_meanwhile_are_what_they_were():
+    q, k, v = random(0, 2, 3, 2, 8), random(1, 2, 5, 2, 8), random(2, 2, 5, 2, 8)
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
+        lengths = np.array([1, 3])
+        given = {name: lengths} | ({"is_causal": True} if name == "query_offset" else {})
+        expected = dot_product_attention(q, k, v, **given)
+        late = Meddler(lambda a=lengths: a.fill(1 << 40), np.zeros(2, F32))
+        got = dot_product_attention(q, k, v, sinks=late, **given)
+        assert got.shape == expected.shape
+        given[name] = np.array([1, 3])
+        expected = dot_product_attention(q, k, v, sinks=np.zeros(2, F32), **given)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_dtypes_without_a_byte_order_are_refused_by_name():
+    if not hasattr(np.dtypes, "StringDType"):
+        pytest.skip("this NumPy has no such dtype")
+    text = np.full((B, T, N, H), "1.0", np.dtypes.StringDType())
+    refused(lambda: dot_product_attention(text, text, text), TypeError, "q must be", "StringDType")
+
+
+def test_signalling_nans_are_refused_like_others():
+    """Their conversion is an invalid operation, of which NumPy would warn."""
+    nan = np.array([0x7FA00000], np.uint32).view(F32)
+    q = random(0, 1, 3, 1, 8)
+    refused(lambda: dot_product_attention(q, q, q, sinks=nan), ValueError, "sinks")
+    refused(lambda: dot_product_attention(q, q, q, alibi_slopes=nan), ValueError, "alibi_slopes")
+    q, nan = q.astype(F64), nan  # from float32 to float64
+    refused(lambda: dot_product_attention(q, q, q, sinks=nan), ValueError, "sinks")
+    for bits in (4, 8):
+        refused(
+            lambda bits=bits: QuantizedMatrix.from_float(nan[None], bits=bits),
+            ValueError,
+            "weights",
+        )

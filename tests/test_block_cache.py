@@ -496,3 +496,26 @@ def test_other_mistakes():
         (ValueError, lambda: cross.block.context_cache(audio, num_threads=0), ["num_threads"]),
     ):  # fmt: skip
         refused(cache, error, call, *words)
+
+
+def test_an_x_that_lies_in_its_cache_is_read_before_it_is_written_to():
+    made = Made((16, 16, 4, 2, 8, 8), is_causal=True)
+    rows = random(0, 2, 6, 16)
+
+    def x_in(cache):
+        """The slots that its own positions come to, as if they were x."""
+        cache._keys[:, :6] = rows.reshape(2, 6, 2, 8)
+        return np.lib.stride_tricks.as_strided(
+            cache.keys, (2, 6, 16), (*cache.keys.strides[:2], 4), writeable=False
+        )
+
+    expected = made.block(rows, cache=cache_for(made.block, 10))
+    for call in (made.block, made.reference):
+        cache = cache_for(made.block, 10)
+        close(call(x_in(cache), cache=cache), expected)
+    bias = random(1, 2, 1, 6, 6)
+    expected = made.block(rows, cache=cache_for(made.block, 10), bias=bias)
+    cache = cache_for(made.block, 10)
+    within = np.lib.stride_tricks.as_strided(cache._keys, bias.shape, bias.strides)
+    within[...] = bias
+    close(made.block(rows, cache=cache, bias=within), expected)

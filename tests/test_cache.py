@@ -576,7 +576,8 @@ def test_a_ring_says_what_it_has_overwritten():
         ({"dtype": np.int32}, TypeError, ["dtype", "or float64", "int32"]),
         ({"dtype": "bf16"}, TypeError, ["dtype", "bfloat16", "bf16"]),
         ({"capacity": 1 << 50}, MemoryError, []),
-        ({"capacity": 1 << 62, "head_dim": 1 << 62}, MemoryError, []),
+        ({"head_dim": 10**400}, ValueError, ["head_dim", "2**53"]),
+        ({"capacity": 1 << 53, "head_dim": 1 << 53}, MemoryError, []),
     ],
 )
 def test_sizes_that_are_refused(given, error, words):
@@ -588,6 +589,33 @@ def test_sizes_that_are_refused(given, error, words):
 
 
 # ------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("dtype", STORED)
+def test_what_lies_in_the_cache_itself_may_be_appended(dtype):
+    """It is read before anything is written, whichever slots it comes from and goes to."""
+    if dtype == np.int8:
+        cache = KVCache(1, 32, 32, 1, dtype=dtype)
+        scales = cache.key_scales.swapaxes(1, 2)[..., None]  # float32 [1, 32, 32, 1]
+        cache._key_scales[...] = random(0, 1, 32, 32)
+        before = scales.copy()
+        cache.append(scales, scales)
+        with np.errstate(all="ignore"):
+            expected = quantized(before)
+        assert np.array_equal(cache.keys, expected[0])
+        assert np.array_equal(cache.key_scales, expected[1])
+        return
+    B, T, K, H = 2, 40, 2, 8
+    _, k, v = qkv(B, T, 2, K, H, H, dtype=dtype)
+    for part in (slice(None), slice(None, None, -1)):
+        cache = KVCache(B, T, K, H, dtype=dtype)
+        cache.append(k[:, :20], v[:, :20])
+        cache.truncate(3)
+        keys, values = cache.keys[:, :20].copy(), cache.values[:, :20].copy()
+        cache.append(cache.values[:, :20][:, part], cache.keys[:, :20][:, part])
+        for kept, own, other in ((cache.keys, keys, values), (cache.values, values, keys)):
+            expected = np.concatenate([own[:, :3], other[:, part]], axis=1)
+            assert same_bits(np.ascontiguousarray(kept[:, :23]), expected)
 
 
 def test_rows_start_on_cache_lines_of_memory_that_outlives_the_cache():

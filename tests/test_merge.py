@@ -159,3 +159,16 @@ def calls(draw):
 @given(calls())
 def test_random_calls(parts):
     check_merge(merge_states(*flat(parts)), parts)
+
+
+@pytest.mark.parametrize("axes", [5, 8, 12, 30])
+def test_any_number_of_axes(axes):
+    """A Cython loop reads four; more once ran over the end of what it read them into."""
+    shape = (2,) * 3 + (1,) * (axes - 4) + (3,)
+    parts = [random(i, *(shape if i % 2 == 0 else shape[:-1])) for i in range(4)]
+    flat = [part.reshape(8, 3) if part.ndim == axes else part.reshape(8) for part in parts]
+    got, expected = merge_states(*parts), merge_states(*flat)
+    assert same_bits(got[0].reshape(8, 3), expected[0])
+    assert same_bits(got[1].reshape(8), expected[1])
+    strided = [np.asfortranarray(part) for part in parts]
+    assert all(same_bits(a, b) for a, b in zip(merge_states(*strided), got, strict=True))

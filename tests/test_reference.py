@@ -1130,3 +1130,14 @@ def test_block_refuses_an_unknown_alignment_and_lengths_outside():
         reference.attention_block(**a, is_causal=True)
     with pytest.raises(ValueError, match="key_value_seq_lengths"):
         reference.attention_block(**a, key_value_seq_lengths=[6, 1])
+
+
+class Four:
+    def __index__(self):
+        return 4
+
+
+def test_rotary_dim_may_be_any_integer():
+    x = np.ones((1, 2, 1, 8))
+    expected = reference.apply_rope(x, [0, 1], rotary_dim=4)
+    np.testing.assert_array_equal(reference.apply_rope(x, [0, 1], rotary_dim=Four()), expected)

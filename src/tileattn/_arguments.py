@@ -52,6 +52,7 @@ class AttentionArguments(NamedTuple):
     q: Array
     k: Array
     v: Array
+    sizes: tuple[int, int, int, int, int, int, int]  # B, T, N, H, S, K, Hv
     has_batch: bool
     scores: Scores
     visibility: Visibility
@@ -176,6 +177,11 @@ class CacheParameters:
         if own != heads:
             raise ValueError(f"{name} has (K, H, Hv) = {own}, but this block has {heads}")
         check_stored_type(f"{name}.dtype", self.dtype, dtype)
+
+    def _arrays(self) -> list[Array]:
+        """All that is kept of a position, [B, slots, ...]."""
+        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
+        return [a for a in arrays if a is not None]
 
     def _span(self) -> CacheSpan:
         """What it holds."""
@@ -343,6 +349,7 @@ class BlockInputs(NamedTuple):
     visibility: Visibility
     positions: Integers | None  # [B], of the first queries, or None for 0
     span: CacheSpan | None
+    out: Array | None  # as it was given, but for its type
     has_batch: bool
 
 
@@ -369,13 +376,12 @@ def check_attention(
     checked_arithmetic = check_arithmetic(arithmetic)
     q, k, has_batch = check_queries_and_keys(q, k)
     v = check_values(v, q, k, has_batch)
-    B, T, N, H = q.shape
-    S = k.shape[1]
+    (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
     shape = (B, N, T, S) if has_batch else (N, T, S)
     mask, bias = check_mask(mask, shape), check_bias(bias, shape)
     if out is not None:
-        expected = (B, T, N, v.shape[3])
-        check_out(
+        expected = (B, T, N, Hv)
+        out = check_out(
             out,
             expected if has_batch else expected[1:],
             q.dtype,
@@ -410,7 +416,10 @@ def check_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    return AttentionArguments(q, k, v, has_batch, scores, visibility, checked_arithmetic, out)
+    sizes = (B, T, N, H, S, K, Hv)
+    return AttentionArguments(
+        q, k, v, sizes, has_batch, scores, visibility, checked_arithmetic, out
+    )
 
 
 def check_varlen(
@@ -445,7 +454,7 @@ def check_varlen(
             f"cu_seqlens_k is of {len(key_starts) - 1} sequences, but cu_seqlens_q is of {B}"
         )
     if out is not None:
-        check_out(out, (total, N, v.shape[3]), q.dtype, q=q, k=k, v=v)
+        out = check_out(out, (total, N, v.shape[3]), q.dtype, q=q, k=k, v=v)
     causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
     lengths = np.stack([np.diff(query_starts), np.diff(key_starts)], axis=1)
     ragged = np.flatnonzero(lengths[:, 0] != lengths[:, 1])
@@ -496,6 +505,7 @@ def check_attention_weights(
 ) -> WeightsArguments:
     """Check a call that asks for weights, given the LSE of the rows."""
     q, k, has_batch = check_queries_and_keys(q, k)
+    q, k = q[...], k[...]
     B, T, N, H = q.shape
     S = k.shape[1]
     dtype = arithmetic_type(q.dtype)
@@ -513,7 +523,7 @@ def check_attention_weights(
             expected += (T if rows is None else len(rows),)
         if reduce != "keys":
             expected += (S,)
-        check_out(out, expected, dtype, q=q, k=k, lse=lse, mask=mask, bias=bias)
+        out = check_out(out, expected, dtype, q=q, k=k, lse=lse, mask=mask, bias=bias)
         if not has_batch:
             out = out[None]
     visibility = check_visibility(
@@ -582,9 +592,13 @@ def check_states(
 
 
 def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, Array, bool]:
-    """Returns q and k with the B axis in place, and whether it was given."""
-    q = check_array("q", q, halves=True)
-    k = check_array("k", k, q.dtype, halves=True, like="q")
+    """Returns q and k with the B axis in place, and whether it was given.
+
+    They may be the arrays themselves, not views, which take a fiftieth of a small call each:
+    attention compares their shapes with the sizes that were checked.
+    """
+    q = _check_floats("q", q, None, True, "")
+    k = _check_floats("k", k, q.dtype, True, "q")
     if q.ndim not in (3, 4):
         raise ValueError(f"q must have the axes [B, T, N, H] or [T, N, H], not shape {q.shape}")
     has_batch = q.ndim == 4
@@ -608,8 +622,8 @@ def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, A
 
 
 def check_values(v: npt.ArrayLike, q: Array, k: Array, has_batch: bool) -> Array:
-    """Returns v with the B axis in place; q and k have it already."""
-    v = check_array("v", v, q.dtype, halves=True, like="q")
+    """Returns v with the B axis in place; q and k have it already. It may be no view, too."""
+    v = _check_floats("v", v, q.dtype, True, "q")
     if v.ndim != (4 if has_batch else 3):
         axes = "[B, S, K, Hv]" if has_batch else "[S, K, Hv]"
         shape = q.shape if has_batch else q.shape[1:]
@@ -829,13 +843,22 @@ def check_block_inputs(
         S = S if span is None else bounds(span.lengths)[1]
         shape = (*x.shape[:-2], heads[0], T, S)
         mask, bias = check_mask(mask, shape), check_bias(bias, shape)
+        if cache is not None:
+            mask, bias = _apart(mask, cache), _apart(bias, cache)
         visibility = visibility.with_mask(mask)
     if out is not None:
         keys = {} if span is None else {"the cache": span.keys, "the cache's values": span.values}
-        check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **keys)
+        out = check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **keys)
     if not has_batch:
         x, context = x[None], None if context is None else context[None]
-    return BlockInputs(x, context, bias, visibility, positions, span, has_batch)
+    return BlockInputs(x, context, bias, visibility, positions, span, out, has_batch)
+
+
+def _apart(array: Array | None, cache: CacheParameters) -> Array | None:
+    """The array, or a copy if it lies in the memory that new positions are written to."""
+    if array is None or not any(overlaps(array, kept) for kept in cache._arrays()):
+        return array
+    return array.copy()
 
 
 def check_context(context: npt.ArrayLike | None, x: Array, D: int, Dc: int) -> Array | None:
@@ -918,8 +941,8 @@ def check_cached_keys(
 
 def check_norm_inputs(
     x: npt.ArrayLike, residual: npt.ArrayLike | None, norm: NormParameters, out: Array | None
-) -> tuple[Array, Array | None]:
-    """Check x, and what is added to it, for a norm with those parameters."""
+) -> tuple[Array, Array | None, Array | None]:
+    """Check x, what is added to it, and the output, for a norm with those parameters."""
     x = check_array("x", x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, [..., D]")
@@ -929,8 +952,8 @@ def check_norm_inputs(
             raise ValueError(f"residual has shape {residual.shape}, expected {x.shape}")
     norm._check_fit(x.shape[-1], x.dtype)
     if out is not None:
-        check_out(out, x.shape, x.dtype, x=x, residual=residual)
-    return x, residual
+        out = check_out(out, x.shape, x.dtype, x=x, residual=residual)
+    return x, residual, out
 
 
 class RopeInputs(NamedTuple):
@@ -939,6 +962,7 @@ class RopeInputs(NamedTuple):
     x: Array
     positions: Integers  # [B, T], or [1, T] for all sequences
     rotary_dim: int
+    out: Array | None
 
 
 def check_rope_inputs(
@@ -963,8 +987,8 @@ def check_rope_inputs(
         in_place = isinstance(out, np.ndarray) and (
             (out.ctypes.data, out.shape, out.strides) == (x.ctypes.data, x.shape, x.strides)
         )
-        check_out(out, x.shape, x.dtype, x=None if in_place else x)
-    return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim)
+        out = check_out(out, x.shape, x.dtype, x=None if in_place else x)
+    return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim, out)
 
 
 def fit_rotary_dim(rotary_dim: int | None, H: int, prefix: str = "") -> int:
@@ -989,7 +1013,10 @@ def as_array(name: str, value: npt.ArrayLike) -> Array:
         raise TypeError(
             f"{name} is a masked array, and its mask would be lost: fill it with .filled(value)"
         )
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:  # such as rows of several lengths
+        raise type(error)(f"{name} is no array: {error}") from error
 
 
 def check_array(
@@ -1000,15 +1027,23 @@ def check_array(
     halves: bool = False,
     like: str = "",
 ) -> Array:
-    """A floating array that pointers and whole-element strides can reach.
+    """A view of a floating array that pointers and whole-element strides can reach.
 
-    It is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`, which
-    may be that of the argument `like`.
+    It stays what it is if another argument's own code changes the array's shape meanwhile. The
+    array is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`,
+    which may be that of the argument `like`.
     """
+    return _check_floats(name, value, dtype, halves, like)[...]
+
+
+def _check_floats(
+    name: str, value: npt.ArrayLike, dtype: np.dtype[Any] | None, halves: bool, like: str
+) -> Array:
     array = as_array(name, value)
     native = given = array.dtype
     if native not in FLOAT_TYPES:
-        native = native.newbyteorder("=")
+        if native.kind in "fV":  # bfloat16 is a V; others may have no byte order
+            native = native.newbyteorder("=")
         if native not in FLOAT_TYPES and not (halves and is_half(native)):
             types = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
             raise TypeError(
@@ -1188,7 +1223,7 @@ def check_alibi_slopes(
         either = f"[N] = ({N},)" + ("" if B is None else f" or [B, N] = ({B}, {N})")
         raise ValueError(f"alibi_slopes must be of shape {either}, not {slopes.shape}")
     copy = np.empty((1 if B is None else B, N), arithmetic_type(dtype))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is an invalid operand
         copy[...] = slopes
     largest = largest_score(dtype)
     if not (np.abs(copy) <= largest).all():
@@ -1206,7 +1241,7 @@ def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Ar
     array = check_array("sinks", sinks, halves=True)
     if array.shape != (N,):
         raise ValueError(f"sinks must be of shape [N] = ({N},), not {array.shape}")
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is an invalid operand
         copy = np.array(array, arithmetic_type(dtype), order="C")
     largest = largest_score(dtype)
     if not ((np.abs(copy) <= largest) | (array == -np.inf)).all():
@@ -1315,14 +1350,17 @@ def first_outside(integers: Array, lowest: int, highest: int) -> str:
 
 
 def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> Integers:
-    """Integers of shape [B] as contiguous int64, from an int too where `scalar` says so."""
+    """Integers of shape [B] as a copy in int64, from an int too where `scalar` says so.
+
+    A copy, since loops trust what has been checked.
+    """
     array = as_integers(name, value)
     if array.ndim == 0 and scalar:
         array = array.repeat(B)
     elif array.shape != (B,):
         either = "an int or " if scalar else ""
         raise ValueError(f"{name} must be {either}of shape [B] = ({B},), not {array.shape}")
-    return np.ascontiguousarray(array, np.int64)
+    return array.astype(np.int64)
 
 
 def check_starts(name: str, value: npt.ArrayLike, packed: str, total: int) -> Integers:
@@ -1423,23 +1461,26 @@ def check_vector(
 
 def check_out(
     out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], **inputs: Array | None
-) -> None:
+) -> Array:
+    """The output as an array that is no subclass, whose attributes could say anything."""
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
         raise TypeError(f"out must be a plain NumPy array, not {type(out).__name__}")
-    if out.dtype != dtype and not (is_half(dtype) and out.dtype == np.float32):
+    array = as_array("out", out)
+    if array.dtype != dtype and not (is_half(dtype) and array.dtype == np.float32):
         either = f"{dtype} or float32" if is_half(dtype) else dtype
-        raise TypeError(f"out has dtype {out.dtype}, expected {either}")
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}, expected {shape}")
-    if not out.flags.writeable:
+        raise TypeError(f"out has dtype {array.dtype}, expected {either}")
+    if array.shape != shape:
+        raise ValueError(f"out has shape {array.shape}, expected {shape}")
+    if not array.flags.writeable:
         raise ValueError("out is read-only")
-    if not _has_whole_strides(out):
+    if not _has_whole_strides(array):
         raise ValueError("out must be aligned to its elements")
-    if overlaps_itself(out):
+    if overlaps_itself(array):
         raise ValueError("out must have a place of its own in memory for each element")
-    for name, array in inputs.items():
-        if array is not None and overlaps(out, array):
+    for name, other in inputs.items():
+        if other is not None and overlaps(array, other):
             raise ValueError(f"out overlaps {name} in memory; pass an array of its own")
+    return array[...]  # a view, as in check_array
 
 
 def overlaps(a: Array, b: Array) -> bool:

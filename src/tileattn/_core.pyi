@@ -80,6 +80,7 @@ def attention(
     threads: int,
     query_starts: _Integers | None = None,
     key_starts: _Integers | None = None,
+    sizes: tuple[int, ...] | None = None,
     ring: bool = ...,
     report: bool = ...,
     float32: bool = ...,

@@ -99,6 +99,7 @@ cdef enum:
 cdef struct Array:
     char *data
     int storage            # of its elements: a ta_storage
+    int axes
     Py_ssize_t shape[4]
     Py_ssize_t stride[4]   # in elements
     # Of TA_INT8, else NULL: that of row i, j, l lies at i * scale_stride[0] + j + l * scale_stride[1], and
@@ -111,9 +112,13 @@ cdef int read_array(object source, Array *array, bint writable=False) except -1:
     """Pointer, shape and strides of an array of up to four axes; the caller keeps it alive."""
     cdef Py_buffer view
     PyObject_GetBuffer(source, &view, PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0))
+    if view.ndim > 4:
+        PyBuffer_Release(&view)
+        raise ValueError("an array has more axes than when it was checked")
     array.data = <char *>view.buf
     array.storage = TA_REAL
     array.scales = NULL
+    array.axes = view.ndim
     cdef int i
     for i in range(view.ndim):
         array.shape[i] = view.shape[i]
@@ -147,6 +152,52 @@ cdef int read_kept(const ta_kernels *kernels, object source, object scales, Arra
         array.scales = <float *>of_rows.data
         array.scale_stride[0], array.scale_stride[1] = of_rows.stride[0], of_rows.stride[2]
     return 0
+
+
+cdef bint may_meet(const ta_kernels *kernels, const Array *x, const Array *y) noexcept:
+    """Whether the bytes from the first to the last of one overlap those of the other."""
+    cdef const Array *both[2]
+    cdef char *begin[2]
+    cdef char *end[2]
+    cdef Py_ssize_t i, j, reach
+    both[0], both[1] = x, y
+    for i in range(2):
+        begin[i] = both[i].data
+        end[i] = both[i].data + size_of(kernels, both[i])
+        for j in range(both[i].axes):
+            if both[i].shape[j] == 0:
+                return False
+            reach = (both[i].shape[j] - 1) * both[i].stride[j] * size_of(kernels, both[i])
+            if reach < 0:
+                begin[i] += reach
+            else:
+                end[i] += reach
+    return begin[0] < end[1] and begin[1] < end[0]
+
+
+cdef object read_apart(const ta_kernels *kernels, object source, Array *array, const Array *written,
+                       int count):
+    """Reads an array, or a copy of it if writing to those others might change it; returns which."""
+    cdef int i
+    read_stored(kernels, source, array)
+    for i in range(count):
+        if may_meet(kernels, array, written + i):
+            source = source.copy()
+            read_stored(kernels, source, array)
+            break
+    return source
+
+
+cdef int read_written(const ta_kernels *kernels, keys, values, key_scales, value_scales,
+                      Array *written) except -1:
+    """All arrays of a cache that gets new positions; returns how many they are, four at most."""
+    read_stored(kernels, keys, written, True)
+    read_stored(kernels, values, written + 1, True)
+    if key_scales is None:
+        return 2
+    read_array(key_scales, written + 2, True)
+    read_array(value_scales, written + 3, True)
+    return 4
 
 
 cdef const int64_t *read_integers(object source) except? NULL:
@@ -2177,6 +2228,7 @@ cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_
     array.data = data
     array.storage = TA_REAL
     array.scales = NULL
+    array.axes = 4
     array.shape[0], array.shape[1], array.shape[2], array.shape[3] = B, T, N, H
     array.stride[0], array.stride[1], array.stride[2], array.stride[3] = T * N * H, N * H, H, 1
     return array
@@ -2316,11 +2368,14 @@ def append(k, v, keys, values, key_scales, value_scales, starts, counts, int thr
     caller.
     """
     cdef Append a
+    cdef Array[4] written
+    cdef int count
     cdef Scratch scratch
     cdef Py_ssize_t items, each
     a.kernels = kernels_for(8 if k.itemsize == 8 else 4)
-    read_stored(a.kernels, k, &a.source[0])
-    read_stored(a.kernels, v, &a.source[1])
+    count = read_written(a.kernels, keys, values, key_scales, value_scales, written)
+    k = read_apart(a.kernels, k, &a.source[0], written, count)
+    v = read_apart(a.kernels, v, &a.source[1], written, count)
     read_kept(a.kernels, keys, key_scales, &a.target[0], True)
     read_kept(a.kernels, values, value_scales, &a.target[1], True)
     a.starts = read_integers(starts)
@@ -2359,9 +2414,23 @@ cdef dict describe(const Attention *a, int threads, Py_ssize_t items, Py_ssize_t
     }
 
 
+cdef bint is_of(const Array *x, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_ssize_t H) noexcept:
+    return (x.axes == 4 and x.shape[0] == B and x.shape[1] == T and x.shape[2] == N and x.shape[3] == H)
+
+
+cdef int require_sizes(const Attention *a, tuple sizes, bint has_out) except -1:
+    """Refuses arrays whose shapes another argument's own code has changed since they were checked."""
+    cdef Py_ssize_t B, T, N, H, S, K, Hv
+    B, T, N, H, S, K, Hv = sizes
+    if not (is_of(&a.q, B, T, N, H) and is_of(&a.k, B, S, K, H) and is_of(&a.v, B, S, K, Hv)
+            and (not has_out or is_of(&a.out, B, T, N, Hv))):
+        raise ValueError("q, k or v has changed its shape while other arguments were read")
+    return 0
+
+
 def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility not None, int threads,
-              query_starts=None, key_starts=None, bint ring=False, bint report=False, bint float32=False,
-              k_scales=None, v_scales=None):
+              query_starts=None, key_starts=None, tuple sizes=None, bint ring=False, bint report=False,
+              bint float32=False, k_scales=None, v_scales=None):
     """softmax(scores) v into `out`, the log of its denominator into `lse` (or None).
 
     q[B, T, N, H], k[B, S, K, H], v[B, S, K, Hv], out[B, T, N, Hv], lse[B, T, N]; checked by the caller,
@@ -2370,7 +2439,7 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
     modulo S, which is a multiple of TA_KEY_BLOCK. Keys and values of int8 come with scales (see read_kept).
 
     If q, k and v are all bfloat16, they are multiplied in dot products where the CPU has them, unless
-    float32 is asked for.
+    float32 is asked for. The sizes B, T, N, H, S, K and Hv, where given, must be those of the arrays still.
 
     A report, of dense arrays only, says how it was done, in the words of plan.Plan: threads, items and
     merges as they were counted. Without `out` nothing is done, and the report foretells it.
@@ -2398,6 +2467,8 @@ def attention(q, k, v, out, lse, Scores scores not None, Visibility visibility n
     a.lse.data = NULL
     if lse is not None:
         read_array(lse, &a.lse, True)
+    if sizes is not None:
+        require_sizes(&a, sizes, out is not None)
     read_options(&a, scores, visibility)
     if not float32 and a.q.storage == TA_BF16 and a.k.storage == TA_BF16 and a.v.storage == TA_BF16:
         a.dots = usable_dots()
@@ -2807,6 +2878,7 @@ cdef class Block:
         cdef Heads[3] heads
         cdef AttentionScratch layout
         cdef Array array
+        cdef Array[4] written
         cdef Scratch scratch
         cdef uintptr_t cursor = 0
         cdef char *workspace
@@ -2822,6 +2894,9 @@ cdef class Block:
 
         if B * T == 0:
             return (0.0, 0.0, 0.0)
+        if span is not None and not is_projected:
+            x = read_apart(kernels, x, &array, written, read_written(
+                kernels, span.keys, span.values, span.key_scales, span.value_scales, written))
         read_rows(x, &s.q.a, &s.q.rows)
         s.kv.a = s.q.a
         if context is not None:

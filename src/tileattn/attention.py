@@ -244,10 +244,10 @@ def attend(
     a: AttentionArguments, return_lse: bool, threads: int, *, is_ring: bool = False
 ) -> tuple[Array, Array | None]:
     """What checked arguments give, and its LSE if wanted."""
-    B, T, N, _ = a.q.shape
+    B, T, N, _, _, _, Hv = a.sizes
     out = a.out
     if out is None:
-        out = np.empty((B, T, N, a.v.shape[3]), a.q.dtype)
+        out = np.empty((B, T, N, Hv), a.q.dtype)
     lse = np.empty((B, T, N), arithmetic_type(a.q.dtype)) if return_lse else None
     _core.attention(
         a.q,
@@ -258,6 +258,7 @@ def attend(
         a.scores,
         a.visibility,
         threads,
+        sizes=a.sizes,
         ring=is_ring,
         float32=a.arithmetic == "float32",
         k_scales=a.k_scales,
@@ -443,6 +444,8 @@ def varlen_attention(
         a.key_starts,
         float32=a.arithmetic == "float32",
     )
+    if out is not None:
+        result = out
     return result if lse is None else (result, lse)
 
 
@@ -507,6 +510,7 @@ def _merge(outs: list[Array], lses: list[Array], out: Array, lse: Array, threads
         rows = (1, 1, lse.size)
         outs = [array.reshape(*rows, out.shape[-1]) for array in outs]
         lses = [array.reshape(rows) for array in lses]
+        out, lse = out.reshape(*rows, out.shape[-1]), lse.reshape(rows)
     elif out.ndim > 4:
         for i in range(len(out)):
             _merge([y[i] for y in outs], [x[i] for x in lses], out[i], lse[i], threads)

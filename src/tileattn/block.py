@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,13 +79,13 @@ class _Norm(NormParameters):
         >>> tileattn.RMSNorm(eps=0.0)(x, residual=x)
         array([[1.2, 1.6, 0. , 0. ]])
         """
-        x, residual = check_norm_inputs(x, residual, self, out)
+        x, residual, given = check_norm_inputs(x, residual, self, out)
         threads = resolve_threads(num_threads)
         D = x.shape[-1]
         if not x.size:
             return np.empty(x.shape, x.dtype) if out is None else out
         # A view of out, or a copy where no stride can express its rows as one axis.
-        target = None if out is None else np.asarray(out).reshape(1, -1, D)
+        target = None if given is None else given.reshape(1, -1, D)
         if target is None or not _has_whole_rows(target):
             target = np.empty((1, x.size // D, D), x.dtype)
         _core.add_norm(
@@ -95,11 +95,11 @@ class _Norm(NormParameters):
             self,
             threads,
         )
-        if out is None:
+        if given is None:
             return target.reshape(x.shape)
-        if not np.may_share_memory(target, out):
-            out[...] = target.reshape(x.shape)
-        return out
+        if not np.may_share_memory(target, given):
+            given[...] = target.reshape(x.shape)
+        return cast(Array, out)
 
 
 class LayerNorm(_Norm):
@@ -655,7 +655,7 @@ class AttentionBlock(SetOnce):
         out: Array | None,
         num_threads: int | None,
     ) -> tuple[Array, tuple[float, float, float]]:
-        x, context, bias, visibility, positions, span, has_batch = check_block_inputs(
+        x, context, bias, visibility, positions, span, given, has_batch = check_block_inputs(
             x,
             context,
             self.model_dim,
@@ -677,8 +677,8 @@ class AttentionBlock(SetOnce):
         # Norms and the residual read x by whole vectors; projections take any strides.
         if self._reads_rows and not _has_whole_rows(x):
             x = np.ascontiguousarray(x)
-        if out is not None and out.flags.c_contiguous:
-            result = out
+        if given is not None and given.flags.c_contiguous:
+            result = given
         else:
             result = np.empty(x.shape if has_batch else x.shape[1:], x.dtype)
         run = self._core.run
@@ -695,12 +695,11 @@ class AttentionBlock(SetOnce):
             threads,
             span,
         )
-        if out is not None and result is not out:
-            out[...] = result
-            result = out
+        if given is not None and result is not given:
+            given[...] = result
         if cache is not None and span is not None:
             cache._advance(span)
-        return result, seconds
+        return result if out is None else out, seconds
 
     def context_cache(
         self,

@@ -11,6 +11,7 @@ from tileattn import _core
 from tileattn._arguments import (
     FLOAT_TYPES,
     HALF_TYPES,
+    POSITION_LIMIT,
     Arithmetic,
     Array,
     AttentionArguments,
@@ -214,11 +215,6 @@ class KVCache(CacheParameters):
         """Bytes that keys and values, with their scales, take when all slots are in use."""
         return sum(a.shape[0] * a.strides[0] for a in self._arrays())
 
-    def _arrays(self) -> list[Array]:
-        """All that is kept of a position, [B, slots, ...]."""
-        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
-        return [a for a in arrays if a is not None]
-
     def append(
         self,
         k: npt.ArrayLike,
@@ -412,9 +408,10 @@ class KVCache(CacheParameters):
             raise ValueError(
                 f"q has N = {N} heads, which must be a multiple of the cache's K = {K}"
             )
+        target = None
         if out is not None:
             shape = (B, T, N, self.v_head_dim)
-            check_out(out, shape, q.dtype, q=q, keys=self._keys, values=self._values)
+            target = check_out(out, shape, q.dtype, q=q, keys=self._keys, values=self._values)
         is_causal = check_flag("is_causal", is_causal)
         counts = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
         scores = check_scores(
@@ -435,15 +432,17 @@ class KVCache(CacheParameters):
             q,
             keys,
             values,
+            (B, T, N, H, keys.shape[1], K, self.v_head_dim),
             True,
             scores,
             visibility,
             checked_arithmetic,
-            out,
+            target,
             self._key_scales,
             self._value_scales,
         )
         y, lse = attend(arguments, return_lse, threads, is_ring=self.window is not None)
+        y = y if out is None else out
         return y if lse is None else (y, lse)
 
     def reset(self) -> None:
@@ -598,8 +597,8 @@ class KVCache(CacheParameters):
 
 def _check_size(name: str, value: Any) -> int:
     number = check_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 1 <= number <= POSITION_LIMIT:
+        raise ValueError(f"{name} must lie between 1 and 2**53, got {number}")
     return number
 
 

@@ -184,6 +184,7 @@ def explain(
             a.scores,
             a.visibility,
             threads,
+            sizes=a.sizes,
             report=True,
             float32=a.arithmetic == "float32",
         )

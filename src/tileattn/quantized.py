@@ -190,7 +190,8 @@ class QuantizedMatrix(QuantizedParameters):
         scales: Array = np.empty((out, len(starts)), np.float32)
         minima: Array = np.zeros_like(scales)
         for part in parts:
-            w = weights[part].astype(np.float64)
+            with np.errstate(invalid="ignore"):  # of a signalling NaN, which is refused below
+                w = weights[part].astype(np.float64)
             if not (np.abs(w) <= GREATEST).all():
                 raise ValueError(
                     f"{name} has NaN or infinity, or weights beyond {GREATEST:.1g}, "

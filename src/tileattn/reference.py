@@ -663,7 +663,7 @@ def attention_block(
     w = convert_weights(w, round_bfloat16=True)
     w_q, w_k, w_v, w_o = (_float64(_as_floats(matrix)) for matrix in w.matrices)
     b_q, b_k, b_v, b_o = (_float64(bias) for bias in w.biases)
-    x_BTD, c_BSD, bias, visibility, positions, span, has_batch = check_block_inputs(
+    x_BTD, c_BSD, bias, visibility, positions, span, _, has_batch = check_block_inputs(
         x,
         context,
         len(w_q),
@@ -683,6 +683,8 @@ def attention_block(
     )
     resolve_threads(num_threads)
 
+    if cache is not None and any(np.may_share_memory(x_BTD, kept) for kept in cache._arrays()):
+        x_BTD = x_BTD.copy()
     pre_norm, post_norm = (w.norm, None) if w.is_pre_norm else (None, w.norm)
     scores = w.scores.with_bias(bias)
     y_BTD = np.empty(x_BTD.shape, x_BTD.dtype)
@@ -767,7 +769,7 @@ def layer_norm(
     array([-1.,  1.])
     """
     norm = LayerNorm(weight, bias, eps)
-    x, residual = check_norm_inputs(x, residual, norm, out)
+    x, residual, _ = check_norm_inputs(x, residual, norm, out)
     resolve_threads(num_threads)
     y = _normalise(_float64(x) + _float64(residual), norm)
     return _deliver(y.astype(x.dtype), out)
@@ -815,7 +817,7 @@ def rms_norm(
     array([0.2, 1.4])
     """
     norm = RMSNorm(weight, eps)
-    x, residual = check_norm_inputs(x, residual, norm, out)
+    x, residual, _ = check_norm_inputs(x, residual, norm, out)
     resolve_threads(num_threads)
     y = _normalise(_float64(x) + _float64(residual), norm)
     return _deliver(y.astype(x.dtype), out)
@@ -869,7 +871,7 @@ def apply_rope(
     array([[[0.5403, 0.8415]]])
     """
     rope = Rope(theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
-    x, positions, _ = check_rope_inputs(x, positions, rotary_dim, out)
+    x, positions, *_ = check_rope_inputs(x, positions, rope.rotary_dim, out)
     resolve_threads(num_threads)
     y = _rotate(_float64(x), positions if x.ndim == 4 else positions[0], rope)
     return _deliver(y.astype(x.dtype), out)
@@ -1075,5 +1077,5 @@ def _bounded(x: Float64, largest: float) -> Float64:
 def _deliver(y: Array, out: Array | None) -> Array:
     if out is None:
         return y
-    out[...] = y
+    np.asarray(out)[...] = y
     return out

@@ -616,7 +616,7 @@ class Rope(RopeParameters):
         >>> tileattn.Rope()(np.array([[[1.0, 0.0]]]), [1]).round(4)
         array([[[0.5403, 0.8415]]])
         """
-        x, positions, rotary_dim = check_rope_inputs(x, positions, self.rotary_dim, out)
+        x, positions, rotary_dim, given = check_rope_inputs(x, positions, self.rotary_dim, out)
         threads = resolve_threads(num_threads)
         H = x.shape[-1]
         if not x.size:
@@ -624,7 +624,10 @@ class Rope(RopeParameters):
         # The kernel reads and writes by whole vectors.
         if not _has_whole_heads(x):
             x = np.ascontiguousarray(x)
-        target = np.empty(x.shape, x.dtype) if out is None or not _has_whole_heads(out) else out
+        if given is not None and _has_whole_heads(given):
+            target = given
+        else:
+            target = np.empty(x.shape, x.dtype)
         has_batch = x.ndim == 4
         cos, sin = self.tables(positions, H, x.dtype)
         _core.rope(
@@ -636,10 +639,9 @@ class Rope(RopeParameters):
             self.interleaved,
             threads,
         )
-        if out is not None and target is not out:
-            out[...] = target
-            return out
-        return target
+        if given is not None and target is not given:
+            given[...] = target
+        return target if out is None else out
 
 
 def apply_rope(
