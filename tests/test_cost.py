@@ -226,3 +226,19 @@ def test_equal_sequences_are_counted_once():
     one = attention_block_cost(1, 5, 8, 2, 1, 4, is_causal=True)
     many = attention_block_cost(10**9, 5, 8, 2, 1, 4, is_causal=True)
     assert many.visible_pairs == 10**9 * one.visible_pairs
+
+
+def test_sizes_beyond_any_memory_are_counted_too():
+    """Each sequence of the batch is not an array element, and each size any whole number."""
+    huge = 10**30
+    cost = attention_block_cost(huge, 4, 3, 2, 1, 5, is_causal=True, query_offset=0)
+    assert cost.visible_pairs == 10 * huge
+    assert cost.rows[SCORE].bytes == 4 * huge * (4 * 2 * 5 + 4 * 1 * 5)
+    few = attention_block_cost(2, huge, 3, 2, 1, 5, key_value_seq_lengths=[3, 7])
+    assert few.visible_pairs == 10 * huge
+    none = attention_block_cost(0, huge, 3, 2, 1, 5, S=7, is_causal=True, query_offset=2)
+    assert none.visible_pairs == 0
+    with pytest.raises(ValueError, match="query_seq_lengths"):
+        attention_block_cost(huge, 4, 3, 2, 1, 5, query_offset=0, query_seq_lengths=[1])
+    assert str(cost).count("EB")
+    assert format_count(10**400) == "1" + "0" * 382 + ".0 E"

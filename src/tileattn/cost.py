@@ -6,13 +6,13 @@ out, and their text is the table that the package prints beside its measurements
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import numpy.typing as npt
 
-from tileattn._arguments import check_int, check_visibility
+from tileattn._arguments import as_array, check_int, check_lengths, check_visibility
 from tileattn._core import Visibility
 
 __all__ = [
@@ -256,18 +256,28 @@ def attention_block_cost(
     itemsize = _size("itemsize", itemsize)
     if K < 1 or N % K:
         raise ValueError(f"K must divide N, got N = {N} query heads and K = {K} key/value heads")
+    offset_array = None if query_offset is None else as_array("query_offset", query_offset)
+    # One sequence stands for all where nothing tells them apart: B may be any number then.
+    is_uniform = query_seq_lengths is None and key_value_seq_lengths is None
+    is_uniform = is_uniform and (offset_array is None or offset_array.ndim == 0)
+    for name, lengths, limit in (
+        ("query_seq_lengths", query_seq_lengths, T),
+        ("key_value_seq_lengths", key_value_seq_lengths, S),
+    ):
+        check_lengths(name, lengths, B, limit)  # before an offset is repeated B times
     visibility = check_visibility(
-        B,
+        1 if is_uniform else B,
         T,
         S,
         is_causal=is_causal,
-        query_offset=query_offset,
+        query_offset=offset_array,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
 
     pairs = queries_read = keys_read = 0
-    for times, offset, rows, keys in _kinds_of_sequences(visibility, B, T, S):
+    sequences = (1, B) if is_uniform else (B, 1)
+    for times, offset, rows, keys in _kinds_of_sequences(visibility, *sequences, T, S):
         if not visibility.is_causal:
             pairs += times * rows * keys
             queries_read += times * rows if keys else 0
@@ -394,23 +404,22 @@ def table_text(
 
 
 def _kinds_of_sequences(
-    visibility: Visibility, B: int, T: int, S: int
+    visibility: Visibility, B: int, copies: int, T: int, S: int
 ) -> list[tuple[int, int, int, int]]:
-    """(how many, query offset, query length, key length) for each kind of sequence in the batch."""
+    """(how many, query offset, query length, key length) of each kind of B * copies sequences."""
     given = (
         visibility.query_offset,
         visibility.query_lengths,
         visibility.key_value_lengths,
     )
     if all(array is None for array in given):
-        return [(B, 0, T, S)]
+        return [(B * copies, 0, T, S)]
     columns = [
-        np.full(B, default) if array is None else array
+        [default] * B if array is None else array.tolist()
         for array, default in zip(given, (0, T, S), strict=True)
     ]
-    kinds, counts = np.unique(np.stack(columns), axis=1, return_counts=True)
-    offsets, queries, keys = kinds.tolist()
-    return list(zip(counts.tolist(), offsets, queries, keys, strict=True))
+    kinds = Counter(zip(*columns, strict=True))
+    return [(count * copies, *kind) for kind, count in kinds.items()]
 
 
 def format_count(number: int) -> str:
@@ -454,13 +463,14 @@ def format_bytes(number: int) -> str:
 def _with_prefix(number: int, unit: str) -> str:
     if number < 1000:
         return f"{number} {unit}".rstrip()
-    value = float(number)
+    one = 1
     for prefix in "kMGTPE":
-        value /= 1000
+        one *= 1000
         # 999.95 would be rounded to 1000.0: the next prefix says it better.
-        if value < 999.95 or prefix == "E":
+        if number * 100 < 99995 * one or prefix == "E":
             break
-    return f"{value:.1f} {prefix}{unit}"
+    tenths = (20 * number + one) // (2 * one)  # no float, which ends at 1e308
+    return f"{tenths // 10}.{tenths % 10} {prefix}{unit}"
 
 
 def _clipped_sum(top: int, limit: int) -> int:
