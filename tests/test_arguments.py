@@ -1272,7 +1272,7 @@ SCALING_FAULTS = {
     "length of 0": (
         lambda: RopeScaling.yarn(2, 0),
         ValueError,
-        ["original_max_position", "at least 1", "0"],
+        ["original_max_position", "between 1 and 2**53", "0"],
     ),
     "length as float": (
         lambda: RopeScaling.llama3(8, 1, 4, 8192.0),
@@ -1318,6 +1318,63 @@ SCALING_FAULTS = {
         lambda: Rope.from_config({"partial_rotary_factor": 0.5, "hidden_size": 64}),
         ValueError,
         ["num_attention_heads"],
+    ),
+    "length beyond any": (
+        lambda: RopeScaling.llama3(8, 1, 4, 10**400),
+        ValueError,
+        ["original_max_position", "2**53"],
+    ),
+    "infinite share": (
+        lambda: Rope.from_config({"partial_rotary_factor": np.inf, "head_dim": 8}),
+        ValueError,
+        ["partial_rotary_factor", "inf"],
+    ),
+    "share above 1": (
+        lambda: Rope.from_config({"partial_rotary_factor": 1.5, "head_dim": 8}),
+        ValueError,
+        ["partial_rotary_factor", "1.5"],
+    ),
+    "share of a text": (
+        lambda: Rope.from_config({"partial_rotary_factor": 0.5, "head_dim": "8"}),
+        TypeError,
+        ["head_dim", "'8'"],
+    ),
+    "heads of no number": (
+        lambda: Rope.from_config(
+            {"partial_rotary_factor": 0.5, "hidden_size": 8, "num_attention_heads": 0}
+        ),
+        ValueError,
+        ["num_attention_heads", "0"],
+    ),
+    "factor of YaRN as text": (
+        lambda: Rope.from_config(
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": "2",
+                    "original_max_position_embeddings": 8,
+                    "mscale": 1,
+                    "mscale_all_dim": 1,
+                }
+            }
+        ),
+        TypeError,
+        ["factor", "'2'"],
+    ),
+    "negative mscale": (
+        lambda: Rope.from_config(
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 2,
+                    "original_max_position_embeddings": 8,
+                    "mscale": 1,
+                    "mscale_all_dim": -10 / np.log(2),
+                }
+            }
+        ),
+        ValueError,
+        ["mscale_all_dim"],
     ),
     "kinds of layers": (
         lambda: Rope.from_config({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),

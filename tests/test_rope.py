@@ -63,6 +63,20 @@ def angle_error(positions, pairs, theta):
 POSITIONS = [0, 1, 2, 77, 4095, 131071, 2**24 + 1, 2**31 - 1, 2**31 + 11, 2**40 + 1]
 
 
+@any_isa
+def test_parameters_at_the_ends_of_float64_overflow_nowhere():
+    slowest = RopeScaling.ntk(1e300).frequencies(1e300, 66)
+    assert slowest[0] == 1
+    np.testing.assert_allclose(slowest[1:3], 1e300 ** -(np.array([2, 4]) * (1 / 66 + 1 / 64)))
+    plain = Rope().frequencies(64)
+    for slow, fast in ((1e-320, 1e-310), (1e300, 1e305), (1e-320, 1e305)):
+        got = RopeScaling.yarn(4, 4096, beta_slow=slow, beta_fast=fast).frequencies(10000.0, 64)
+        assert ((plain / 4 * (1 - 1e-12) <= got) & (got <= plain)).all()
+    x = np.ones((1, 1, 4), np.float32)
+    scaling = RopeScaling.yarn(4, 4096, attention_factor=1e300)
+    assert np.isinf(apply_rope(x, [0], scaling=scaling)[0, 0, :2]).all()
+
+
 @layouts
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("H, rotary_dim", [(2, None), (64, None), (80, 32), (7, 4), (66, 66)])

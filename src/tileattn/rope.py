@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from tileattn import _core
 from tileattn._arguments import (
+    POSITION_LIMIT,
     Array,
     Integers,
     RopeParameters,
@@ -209,7 +210,7 @@ class RopeScaling(ABC):
             raise ValueError(f"attention_factor must be positive, got {attention_factor!r}")
         return _Yarn(
             factor,
-            _check_length(original_max_position),
+            _check_length("original_max_position", original_max_position),
             fast,
             slow,
             check_flag("truncate", truncate),
@@ -257,7 +258,7 @@ class RopeScaling(ABC):
             raise ValueError(
                 f"low_freq_factor = {low:g} must be positive and below high_freq_factor = {high:g}"
             )
-        length = _check_length(original_max_position)
+        length = _check_length("original_max_position", original_max_position)
         return _Llama3(check_at_least("factor", factor, 1), low, high, length)
 
 
@@ -276,10 +277,10 @@ class _Ntk(RopeScaling):
     factor: float
 
     def frequencies(self, theta: float, rotary_dim: int) -> Float64:
-        # A single pair has the frequency 1, whatever theta is.
-        return _frequencies(
-            theta * self.factor ** (rotary_dim / max(1, rotary_dim - 2)), rotary_dim
-        )
+        # theta and the power of the factor one by one, since their product may overflow. A single
+        # pair has the frequency 1, whatever they are.
+        shares = np.arange(0, rotary_dim, 2) / max(1, rotary_dim - 2)
+        return _frequencies(theta, rotary_dim) * self.factor**-shares
 
 
 @dataclass(frozen=True, repr=False)
@@ -299,7 +300,11 @@ class _Yarn(RopeScaling):
             wavelength = self.original_max_position / times
             return rotary_dim / 2 * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
-        begin, end = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        # Numbers of a pair far outside, even infinite ones, are as good as those just outside.
+        begin, end = (
+            min(max(pair_that_turns(times), -1.0), float(rotary_dim))
+            for times in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             begin, end = math.floor(begin), math.ceil(end)
         # Counted in columns, not pairs, as in the authors' code: the models were trained with it.
@@ -457,12 +462,16 @@ class Rope(RopeParameters):
         theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
         partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         rotary_dim = None
+        partial = check_real("config's partial_rotary_factor", partial)
+        if not 0 < partial <= 1:
+            raise ValueError(
+                f"config's partial_rotary_factor must be above 0, and 1 at most, not {partial}"
+            )
         if partial != 1:
-            head_dim = config.get("head_dim")
-            if head_dim is None:
-                head_dim = _required(config, "hidden_size") // _required(
-                    config, "num_attention_heads"
-                )
+            if config.get("head_dim") is None:
+                head_dim = _size(config, "hidden_size") // _size(config, "num_attention_heads")
+            else:
+                head_dim = _size(config, "head_dim")
             rotary_dim = int(head_dim * partial)
         return cls(
             theta=theta,
@@ -576,7 +585,8 @@ class Rope(RopeParameters):
     def _make_tables(self, positions: Integers, head_dim: int, dtype: npt.DTypeLike) -> _Tables:
         angles = positions[..., None] * self.frequencies(head_dim)
         factor = 1.0 if self.scaling is None else self.scaling.attention_factor
-        cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
+        with np.errstate(over="ignore"):  # a factor beyond float32 makes infinity
+            cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
         cos.flags.writeable = sin.flags.writeable = False
         return _Tables(positions, head_dim, cos, sin)
 
@@ -718,10 +728,10 @@ def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1
 
 
-def _check_length(original_max_position: int) -> int:
-    length = check_int("original_max_position", original_max_position)
-    if length < 1:
-        raise ValueError(f"original_max_position must be at least 1, got {length}")
+def _check_length(name: str, value: Any) -> int:
+    length = check_int(name, value)
+    if not 1 <= length <= POSITION_LIMIT:
+        raise ValueError(f"{name} must lie between 1 and 2**53, got {length}")
     return length
 
 
@@ -730,6 +740,11 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
     if value is None:
         raise ValueError(f"config lacks {name}, which its rotary embedding needs")
     return value
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A size that the configuration must have."""
+    return _check_length(f"config's {name}", _required(config, name))
 
 
 def _check_mapping(name: str, value: Any) -> None:
@@ -765,6 +780,9 @@ def _scaling_from_config(
         attention = parameters.get("attention_factor")
         mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if attention is None and mscale and mscale_all:
+            factor = check_at_least("config's factor", factor, 1)
+            mscale = check_at_least("config's mscale", mscale, 0)
+            mscale_all = check_at_least("config's mscale_all_dim", mscale_all, 0)
             attention = _yarn_attention_factor(factor, mscale) / _yarn_attention_factor(
                 factor, mscale_all
             )
