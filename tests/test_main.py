@@ -892,3 +892,37 @@ def test_output_that_cannot_be_written():
     assert done.returncode == 2
     assert done.stderr.startswith("tileattn: error: cannot write the output: ")
     assert done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------ names and numbers of any kind
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path, weights):
+    """Linux has names that are no UTF-8, and terminals have encodings that lack letters."""
+    odd = os.fsencode(tmp_path) + b"/\xff\xc3\xa9.npz"
+    os.link(weights, odd)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tileattn", "run", "--weights", odd, "-T", "3", "--repeats", "1"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("layer 0 of \\udcff\\xe9.npz")
+
+
+def test_messages_have_an_end(capsys):
+    for arguments in (["cost", "-T", "9" * 5000], ["x" * 5000], ["run", "--dtype", "y" * 5000]):
+        line = refusal_of(capsys, *arguments)
+        assert len(line) < 1100
+        assert line.rstrip().endswith(" ...")
+
+
+def test_an_output_that_no_file_can_be(capsys, tmp_path):
+    assert "cannot be written" in refusal_of(capsys, "run", *SMALL, "--output", f"{tmp_path}/a\0b")
+
+
+@pytest.mark.parametrize("sizes", ["-B 33 -T 7 -D 2 -H 2 --no-causal", "-B 8 -T 7 -D 2 -H 33"])
+def test_a_norm_of_two_columns_amplifies_roundings(capsys, sizes):
+    """One of the two is the mean's other side: their difference may be small by chance."""
+    lines = lines_of(capsys, "run", "--repeats", 1, *sizes.split())
+    assert any(line.startswith("max error") and ": passes, " in line for line in lines)

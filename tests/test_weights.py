@@ -1,5 +1,6 @@
 """Weights read from files: every naming, every way in which a file can be wrong."""
 
+import gc
 import json
 import re
 import sys
@@ -509,7 +510,9 @@ def test_config_of_gpt2_that_cannot_be_used(npz, values, message):
         (LLAMA | {"rms_norm_eps": "0"}, "rms_norm_eps is '0', expected a number"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
         (LLAMA | {"rope_parameters": [1]}, "rope_parameters"),
-        (LLAMA | {"partial_rotary_factor": np.inf, "head_dim": 4}, "infinity"),
+        (LLAMA | {"partial_rotary_factor": np.inf, "head_dim": 4}, "must be finite"),
+        (LLAMA | {"rope_theta": 10**399}, "theta must be a real number"),
+        (LLAMA | {"rms_norm_eps": 10**399}, "rms_norm_eps is 1000"),
         (LLAMA | {"is_causal": False}, "is_causal is False, expected True"),
         (LLAMA | {"layer_types": []}, r"layer_types is \[\], expected .* for layer 0"),
         (LLAMA | {"layer_types": 5}, "layer_types is 5, expected a list"),
@@ -551,6 +554,21 @@ def test_config_of_a_decoder_that_cannot_be_used(npz, values, message):
     if values:
         configure(npz, **values)
     fails(npz, message, blamed="config.json")
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"head_dim": 8}, "head_dim is 8, but the tensors have H = 4"),
+        ({"head_dim": 10**399}, "head_dim is 1000"),
+        ({"hidden_size": D + 1}, f"hidden_size is {D + 1}, but the tensors have D = {D}"),
+    ],
+)
+def test_config_of_a_decoder_of_other_widths(npz, values, message):
+    configure(save(npz, llama_names(plain_decoder(make_decoder_layer(35)), 0)), **LLAMA | values)
+    fails(npz, message, blamed="config.json")
+    configure(npz, **LLAMA | {"head_dim": 4, "hidden_size": D})
+    load_block(npz)
 
 
 def test_a_decoder_of_another_formula(npz):
@@ -691,6 +709,45 @@ def test_damaged_data(npz):
     content[content.index(b"\x93NUMPY") + 200] ^= 1
     npz.write_bytes(content)
     fails(npz, "w_q cannot be read: .*CRC")
+
+
+def test_a_damaged_archive_is_closed(npz):
+    """A file left open would be warned of, and a warning is an error here."""
+    save(npz, own_names(make_layer(14)))
+    content = npz.read_bytes()
+    npz.write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x03"))
+    fails(npz, "cannot be read")
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["(1152921504606846976,)", "(2147483648, 2147483648)", "(" + "9" * 400 + ",)", "(-1, 4)"],
+)
+def test_a_header_that_claims_more_than_there_is(npz, shape):
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64)
+    save(npz, {name: a for name, a in own_names(make_layer(14)).items() if name != "w_q"})
+    with zipfile.ZipFile(npz, "a") as archive:
+        archive.writestr("w_q.npy", array)
+    fails(npz, "w_q cannot be read")
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"layer": "0"}, "layer must be an int, not '0'"),
+        ({"layer": np.zeros(3)}, "layer must be an int"),
+        ({"num_heads": 2.0}, "num_heads must be an int, not 2.0"),
+        ({"num_kv_heads": "2"}, "num_kv_heads must be an int, not '2'"),
+        ({"prefix": 7}, "prefix must be a str or None, not 7"),
+        ({"is_causal": 1}, "is_causal must be True or False, not 1"),
+    ],
+)
+def test_arguments_of_another_type(npz, given, words):
+    save(npz, own_names(make_layer(14)))
+    with pytest.raises(TypeError, match=words):
+        load_block(npz, **given)
 
 
 def test_pickled_array(npz):
@@ -842,6 +899,11 @@ def test_attention_inside_a_larger_module_is_not_taken_for_a_block(npz):
         ('{"is_decoder": "false"}', "is_decoder is 'false', expected true or false"),
         ('{"layer_norm_eps": -1}', "layer_norm_eps is -1"),
         ('{"layer_norm_eps": NaN}', "layer_norm_eps is nan"),
+        ('{"layer_norm_eps": 1' + "0" * 399 + "}", "layer_norm_eps is 1000"),
+        ('{"layer_norm_eps": ' + "1" * 5000 + "}", "cannot be read: "),
+        ('{"a":' * 100_000, "cannot be read: "),
+        ('{"model_type": "' + "x" * 10_000 + '"}', r"model_type is 'xxx.* \.\.\.$"),
+        ('{"hidden_size": 12}', "hidden_size is 12, but the tensors have D = "),
     ],
 )
 def test_config_that_cannot_be_used(npz, text, message):

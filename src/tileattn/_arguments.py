@@ -37,6 +37,16 @@ OFFSET_LIMIT = 1 << 60
 POSITION_LIMIT = 1 << 53
 
 
+#: Characters of a message that repeats what a file or a command line holds.
+LONGEST_MESSAGE = 1000
+
+
+def shortened(message: str) -> str:
+    """A message as one line that is not too long to be read."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " ..."
+
+
 class SetOnce:
     """Base of objects whose attributes do not change: what was checked stays so."""
 

@@ -19,9 +19,10 @@ import importlib
 import json
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -29,6 +30,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn._arguments import check_flag, check_int, shortened
 from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, _from_linear_arguments
 from tileattn.rope import Rope
 
@@ -53,9 +55,10 @@ class Naming:
     eps: float = 1e-5
     is_decoder: bool = False
     has_rope: bool = False  # the rope, and the window, that a config.json says
-    # What a config.json beside the file calls N, K and eps.
+    # What a config.json beside the file calls N, K, D and eps.
     heads_key: str | None = None
     kv_heads_key: str | None = None
+    width_key: str | None = None
     eps_key: str | None = None
     # What it may say of the formula: the model_type (anything, if empty), and the switches that are
     # understood with one value only, which they have where it does not say them.
@@ -105,6 +108,7 @@ NAMINGS = (
         scope=r"attention\..+",
         eps=1e-12,
         heads_key="num_attention_heads",
+        width_key="hidden_size",
         eps_key="layer_norm_eps",
         # Others with these names have positions in the scores (RoFormer), norms elsewhere (X-MOD),
         # or do not let each position see all (BigBird).
@@ -177,6 +181,7 @@ NAMINGS = (
         has_rope=True,
         heads_key="num_attention_heads",
         kv_heads_key="num_key_value_heads",
+        width_key="hidden_size",
         eps_key="rms_norm_eps",
         models=("llama", "mistral", "qwen2", "qwen3", "gemma"),
         switches={"is_causal": True, "use_bidirectional_attention": False},
@@ -200,6 +205,7 @@ NAMINGS = (
         norm_position="pre",
         is_decoder=True,
         heads_key="n_head",
+        width_key="n_embd",
         eps_key="layer_norm_epsilon",
         models=("gpt2",),  # the first GPT has these names, and post-norm
         switches={
@@ -282,6 +288,8 @@ def load_block(
     WeightsError
         The file cannot be read, holds no layer of a known kind, or a tensor is missing or of the
         wrong shape or dtype.
+    TypeError
+        An argument is of another type.
     ImportError
         The file is .safetensors and the package safetensors is not installed.
 
@@ -338,7 +346,7 @@ def load_arguments(
 
     Raises
     ------
-    WeightsError, ImportError
+    WeightsError, TypeError, ImportError
         As `load_block`.
 
     Examples
@@ -355,6 +363,12 @@ def load_arguments(
     ((8, 2, 4), None)
     """
     path = Path(path)
+    layer = check_int("layer", layer)
+    num_heads = None if num_heads is None else check_int("num_heads", num_heads)
+    num_kv_heads = None if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
+    is_causal = None if is_causal is None else check_flag("is_causal", is_causal)
+    if prefix is not None and not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a str or None, not {prefix!r}")
     with _open(path) as file:
         naming, base = _find_layer(file, layer, prefix)
         names = _names_of_layer(file, naming, base)
@@ -373,6 +387,7 @@ def load_arguments(
 
     for argument, tensor in tensors.items():
         _check_shape(path, names[argument], tensor.shape, naming.tensors[argument][1], sizes)
+    config.check_widths(naming, sizes)
     if sizes["N"] % sizes["K"]:
         _fail(path, f"K = {sizes['K']} key/value heads do not divide N = {sizes['N']} heads")
     first = next(iter(tensors))
@@ -441,8 +456,9 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
 
 
 def _fail(path: Path, text: str, cause: BaseException | None = None) -> NoReturn:
-    # Names and messages of the libraries may hold line ends; the promise is one line.
-    raise WeightsError(" ".join(f"{path}: {text}".split())) from cause
+    # Names and messages of the libraries may hold line ends, and files names of any length; the
+    # promise is one line.
+    raise WeightsError(shortened(f"{path}: {text}")) from cause
 
 
 # ---------------------------------------------------------------- files
@@ -466,7 +482,8 @@ class _File:
         if not isinstance(tensor, np.ndarray):  # a member of the archive which is no .npy file
             _fail(self.path, f"{name} is not an array")
         if tensor.dtype == np.float16:
-            return tensor.astype(np.float32)
+            with np.errstate(invalid="ignore"):  # of a signalling NaN
+                return tensor.astype(np.float32)
         return tensor.astype(tensor.dtype.newbyteorder("="), copy=False)
 
     def floats(self, name: str) -> NDArray[Any]:
@@ -493,16 +510,19 @@ def _open(path: Path) -> Iterator[_File]:
 
 @contextmanager
 def _open_npz(path: Path) -> Iterator[_File]:
-    try:
-        if not zipfile.is_zipfile(path):
-            _fail(path, "is not a .npz file (a zip archive), or is cut short")
-        archive = np.load(path, allow_pickle=False)
-        names = tuple(archive.files)
-    except WeightsError:
-        raise
-    except Exception as error:
-        _fail(path, f"cannot be read: {error}", error)
-    with archive:
+    with ExitStack() as stack:
+        try:
+            # Opened here, since NumPy leaves a file open whose archive is damaged.
+            stream = stack.enter_context(open(path, "rb"))
+            if not zipfile.is_zipfile(stream):
+                _fail(path, "is not a .npz file (a zip archive), or is cut short")
+            stream.seek(0)
+            archive = stack.enter_context(np.load(stream, allow_pickle=False))
+            names = tuple(archive.files)
+        except WeightsError:
+            raise
+        except Exception as error:
+            _fail(path, f"cannot be read: {error}", error)
         yield _File(path, names, archive.__getitem__)
 
 
@@ -561,7 +581,7 @@ class _Config:
     def _read(self) -> None:
         try:
             values = json.loads(self.path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # the last for what is nested deeply
             _fail(self.path, f"cannot be read: {error}", error)
         if not isinstance(values, dict):
             _fail(self.path, "expected a JSON object")
@@ -600,9 +620,22 @@ class _Config:
 
     def eps(self, key: str | None) -> float | None:
         value = None if key is None else self.values.get(key)
-        if value is not None and (type(value) not in (int, float) or not 0 <= value < np.inf):
+        if value is None:
+            return None
+        # Compared before it becomes a float, which an integer need not fit into.
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             _fail(self.path, f"{key} is {value!r}, expected a number of at least 0")
-        return value
+        return float(value)
+
+    def check_widths(self, naming: Naming, sizes: Mapping[str, int]) -> None:
+        """Refuse the config.json of another model: the rope, for one, would be of its widths."""
+        width = self.count(naming.width_key)
+        if width not in (None, sizes["D"]):
+            _fail(
+                self.path, f"{naming.width_key} is {width}, but the tensors have D = {sizes['D']}"
+            )
+        if naming.has_rope and (head_dim := self.count("head_dim")) not in (None, sizes["H"]):
+            _fail(self.path, f"head_dim is {head_dim}, but the tensors have H = {sizes['H']}")
 
     def of_llama(self, layer: int, names: Container[str]) -> dict[str, Any]:
         """Rope and window of a layer with the names of Llama, of which it has these tensors."""
