@@ -404,6 +404,14 @@ def test_quantised_matrices_in_places_that_do_not_fit():
 
 
 @pytest.mark.any_isa
+def test_a_quantised_matrix_keeps_its_shape():
+    values, scales = np.ones((4, 6), np.int8), np.ones((4, 1), np.float32)
+    matrix = QuantizedMatrix(values, scales)
+    values.shape, scales.shape = (24,), (1, 4)
+    assert matrix.dequantize().shape == matrix.shape == (4, 6)
+
+
+@pytest.mark.any_isa
 def test_a_quantised_matrix_shows_itself_and_does_not_change():
     matrix = QuantizedMatrix.from_float(random(1, 3, 70), bits=4)
     assert repr(matrix) == "QuantizedMatrix([3, 70], bits=4, group_size=32)"

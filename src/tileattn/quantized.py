@@ -89,7 +89,7 @@ class QuantizedMatrix(QuantizedParameters):
         bits: int = 8,
         group_size: int | None = None,
     ) -> None:
-        values = as_array("values", values)
+        values = as_array("values", values)[...]  # a view keeps its shape, whatever theirs becomes
         bits = _check_bits(bits)
         if bits == 8 and minima is not None:
             raise ValueError("minima go with bits = 4; 8 bits are symmetric")
@@ -309,7 +309,7 @@ def _check_group_size(group_size: int | None, depth: int) -> int:
 def _check_scales(
     name: str, scales: npt.ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
 ) -> Array:
-    scales = as_array(name, scales)
+    scales = as_array(name, scales)[...]
     if scales.dtype not in (np.float16, np.float32) or (dtype and scales.dtype != dtype):
         raise TypeError(f"{name} must be {dtype or 'float16 or float32'}, not {scales.dtype}")
     if scales.shape != shape:

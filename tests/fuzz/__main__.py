@@ -34,6 +34,8 @@ def main():
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else None
     if arguments.case is not None:
+        if names is None:
+            parser.error("--case needs --only")
         return _case(arguments.seed, names[0], arguments.case)
     if arguments.child is not None:
         return _child(arguments.seed, names, arguments.child)
