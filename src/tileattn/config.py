@@ -61,8 +61,8 @@ def get_num_threads() -> int:
     """How many threads a call from here uses at most.
 
     Set by `threads` or `set_num_threads`; otherwise the smallest of what OMP_NUM_THREADS (or the
-    OpenMP runtime, as threadpoolctl limits it), the CPU affinity and the container's CPU quota
-    allow.
+    OpenMP runtime, as threadpoolctl limits it), OMP_THREAD_LIMIT, the CPU affinity and the CPU
+    quota of the container or service allow.
 
     Returns
     -------
