@@ -16,7 +16,8 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
-# Files without a kernel in them: once is enough. Others opt out with the marker any_isa.
+# Files that are about something else than kernels: once is enough, but for tests marked every_isa.
+# In other files tests opt out with the marker any_isa.
 ANY_ISA_FILES = {
     "test_arguments.py",
     "test_benchmarks.py",
@@ -39,17 +40,17 @@ EVERY_ISA_FILES = {"test_bits.py"}
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "any_isa: independent of the instruction set, runs once")
+    config.addinivalue_line("markers", "every_isa: runs on all, in a file that otherwise runs once")
 
 
 def pytest_generate_tests(metafunc):
-    if metafunc.definition.path.name in ANY_ISA_FILES or metafunc.definition.get_closest_marker(
-        "any_isa"
-    ):
-        isas = [tileattn.isa()]
-    elif metafunc.definition.path.name in EVERY_ISA_FILES:
+    file, marked = metafunc.definition.path.name, metafunc.definition.get_closest_marker
+    if file in EVERY_ISA_FILES or marked("every_isa"):
         isas = tileattn.available_isas()
+    elif file in ANY_ISA_FILES or marked("any_isa"):
+        isas = [tileattn.isa()]
     else:
-        is_about_dots = metafunc.definition.path.name == "test_dots.py"
+        is_about_dots = file == "test_dots.py"
         isas = [x for x in tileattn.available_isas() if (x in DOT_ISAS) == is_about_dots]
     metafunc.parametrize("isa", isas, indirect=True, scope="module")
 

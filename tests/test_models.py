@@ -14,7 +14,6 @@ from benchmarks.models import WEIGHTS, minilm, precisions
 from benchmarks.models import fetch as fetching
 from benchmarks.models.fetch import MINILM, FetchError, Package, fetch
 from benchmarks.models.minilm import MiniLM, best_passages, gelu, main, split_passages
-from tileattn import _core
 from tileattn.weights import WeightsError, load_block
 
 # A vector of length 1 and 384 components of float32: the promise of the whole program.
@@ -60,6 +59,7 @@ TEXTS = [
 ]
 
 models = pytest.mark.models
+every_isa = pytest.mark.every_isa
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def folder():
 
 
 @pytest.fixture(scope="module")
-def model(folder):
+def model(folder, isa):  # its weights are packed for the instruction set
     return MiniLM(folder)
 
 
@@ -81,6 +81,7 @@ def reference_embeddings(folder):
 
 
 @models
+@every_isa
 def test_embeddings_agree_with_float64_reference(model, reference_embeddings):
     assert len(TEXTS) >= 24
     assert reference_embeddings.dtype == np.float64
@@ -104,6 +105,7 @@ def test_float64_agrees_with_float64_reference(folder, reference_embeddings):
 
 
 @models
+@every_isa
 @pytest.mark.parametrize("weights, least", [("bfloat16", 0.9999), ("int8", 0.999), ("int4", 0.9)])
 def test_embeddings_of_weights_in_fewer_bits(model, folder, weights, least):
     expected = model.encode(TEXTS)
@@ -111,16 +113,13 @@ def test_embeddings_of_weights_in_fewer_bits(model, folder, weights, least):
     assert {layer.attention.weight_dtype for layer in small.layers} == {weights}
     cosines = (small.encode(TEXTS) * expected).sum(axis=1)
     assert cosines.min() >= least
-    # The same rounded weights, in float64 but for them, are as near as those of float32 are; on an
-    # instruction set without dot products, which would round what meets the weights, too.
-    before = _core.active_isa()
-    _core.select_isa("baseline")
-    in_floats = MiniLM(folder, weights=weights)
-    _core.select_isa(before)
-    reference = MiniLM(folder, reference=True, weights=weights)
-    np.testing.assert_allclose(
-        in_floats.encode(TEXTS[:4]), reference.encode(TEXTS[:4]), rtol=0, atol=TOLERANCE
-    )
+    # The same rounded weights, in float64 but for them, are as near as those of float32 are, unless
+    # dot products round what meets the weights, too.
+    if small.layers[0].attention.arithmetic == "float32":
+        reference = MiniLM(folder, reference=True, weights=weights)
+        np.testing.assert_allclose(
+            small.encode(TEXTS[:4]), reference.encode(TEXTS[:4]), rtol=0, atol=TOLERANCE
+        )
 
 
 @models

@@ -50,6 +50,7 @@ PARAGRAPH = (
 TOLERANCE = 1e-5
 
 models = pytest.mark.models
+every_isa = pytest.mark.every_isa
 decoders = pytest.mark.parametrize(
     "name",
     [
@@ -409,6 +410,7 @@ def tiny_weights(N, K, H=6, D=24, F=28, vocabulary=50):
     return Weights(config, embedding, [layer(), layer()], norm())
 
 
+@every_isa
 @decoders
 @pytest.mark.parametrize("N, K", [(1, 1), (4, 2), (6, 2), (3, 3)])
 @pytest.mark.parametrize("chunks", [[1] * 5, [9, 1, 1], [70, 1, 60], [63, 1, 1, 70]])
@@ -427,6 +429,7 @@ def test_decoder_agrees_with_reference(name, N, K, chunks, monkeypatch):
         assert differ(logits, expected[end - 1]) < 100 * 2.0**-24
 
 
+@every_isa
 @decoders
 @pytest.mark.parametrize("length", [0, 1, 50, 90])
 def test_decoder_forgets(name, length):
@@ -450,6 +453,7 @@ def test_perplexity_is_that_of_the_reference(chunk, monkeypatch):
     assert DECODERS["numpy"](weights).perplexity(tokens) == pytest.approx(exact, rel=1e-4)
 
 
+@every_isa
 @pytest.mark.parametrize("kept", list(itertools.product(WEIGHTS, CACHES)))
 def test_blocks_and_caches_are_kept_as_is_said(kept):
     weights = tiny_weights(4, 2)
