@@ -381,6 +381,7 @@ def test_masks_and_biases_over_int8(T, H, Hv, of_keys):
         q,
         cache._keys,
         cache._values,
+        (B, T, N, H, S, K, Hv),
         True,
         Scores(H**-0.5, bias=bias),
         Visibility(False, None, None, None, None, mask),
