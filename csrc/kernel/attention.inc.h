@@ -100,9 +100,9 @@ TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *
         if (before == -INFINITY || before == *row_max) /* what has been summed is zero, or NaN; no rise */
             continue;
         vec factor = vec_exp2(vec_all(before - *row_max));
-        /* What would become subnormal becomes 0: where scores rise from key to key, as with ALiBi, most weights
-         * of a block do, and each product with one takes over a hundred cycles. A NaN stays. Where a lone
-         * score makes one, in vec_exp2, it is too rare to pay for a comparison. */
+        /* What would become subnormal becomes 0: where scores rise from key to key, as with ALiBi, most
+         * weights of a block do, and each product with one takes over a hundred cycles. A NaN stays. Where
+         * a lone score makes one, in vec_exp2, it is too rare to pay for a comparison. */
         vec least = vec_all(TA_SMALLEST) / factor;
         for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < panel; j += TA_VL) {
             vec weight = vec_load(scores + j);
