@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks import arrays
-from benchmarks.report import OURS, Work, relative_error
+from tileattn.bench import arrays
+from tileattn.bench.records import OURS
+from tileattn.bench.work import Work, relative_error
 
 #: Between two results for the same cell. Those of bfloat16 differ by 2**-8; one key too many or too
 #: few among 4096 would make twice as much.

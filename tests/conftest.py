@@ -20,11 +20,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 # In other files tests opt out with the marker any_isa.
 ANY_ISA_FILES = {
     "test_arguments.py",
-    "test_benchmarks.py",
+    "test_bench.py",
     "test_cost.py",
     "test_main.py",
     "test_models.py",
     "test_oracle.py",
+    "test_pictures.py",
     "test_processes.py",
     "test_reference.py",
     "test_smollm2.py",

@@ -21,6 +21,7 @@ COPIED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "CONTRIBUTING.md
 COPIED_FOLDERS = ("src", "csrc", "tests", "benchmarks")
 NEEDED = ["setuptools>=77", "cython>=3.1", "coverage", "numpy", "pytest", "pytest-benchmark"]
 NEEDED += ["hypothesis", "ml_dtypes", "safetensors", "tokenizers", "gguf"]
+NEEDED += ["threadpoolctl", "tqdm", "matplotlib"]
 # With the lines of the .pyx named in the C made of it, gcc's counters speak of Cython, too: tracing
 # would need the GIL inside the parallel loops.
 # A name holds for what follows it, so each line of C gets it anew.

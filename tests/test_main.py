@@ -13,6 +13,7 @@ import pytest
 import tileattn
 from tileattn import __main__ as command
 from tileattn import _core, cost, reference
+from tileattn._command import duration
 
 SMALL = ["-B", "2", "-T", "12", "-D", "16", "-N", "4", "-K", "2", "-H", "8", "--repeats", "1"]
 PEAK = 80.0
@@ -206,7 +207,7 @@ def test_run_table_fits_the_screen(sizes):
     ],
 )
 def test_durations_have_three_figures(seconds, text):
-    assert command._duration(seconds) == text
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("wrong", [1e-4, np.nan, np.inf])
@@ -604,7 +605,7 @@ def test_info_prints_the_configuration(capsys):
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ("", "required: run | cost | info"),
+        ("", "required: run | bench | cost | info"),
         ("fly", "invalid choice: 'fly'"),
         ("run --fly", "--fly"),
         ("run --repeat 3", "--repeat"),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.attention import prepare
-from benchmarks.cells import Attention
-from benchmarks.report import OURS
+from tileattn.bench.attention import prepare
+from tileattn.bench.cells import Attention
+from tileattn.bench.records import OURS
 
 KEYS = 512
 

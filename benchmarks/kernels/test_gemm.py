@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.cells import Projection
-from benchmarks.projections import prepare
-from benchmarks.report import OURS
+from tileattn.bench.cells import Projection
+from tileattn.bench.projections import prepare
+from tileattn.bench.records import OURS
 
 # Depths and widths of which no tile size is left with a remainder; 512 KB of weights.
 DEPTH, COLUMNS = 512, 256

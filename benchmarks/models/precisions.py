@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.models import WEIGHTS, smollm2
 from benchmarks.models.fetch import MINILM, SMOLLM2, FetchError, fetch
 from benchmarks.models.minilm import MiniLM, split_passages
-from benchmarks.rounds import Turn, interleave, ratio
+from tileattn.bench.rounds import Turn, interleave, ratio
 from tileattn.weights import WeightsError
 
 README = Path(__file__).parents[2] / "README.md"

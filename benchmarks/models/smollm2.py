@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 import tileattn
 from benchmarks.models import WEIGHTS
 from benchmarks.models.fetch import SMOLLM2, FetchError, fetch
-from benchmarks.rounds import Turn, interleave, ratio
+from tileattn.bench.rounds import Turn, interleave, ratio
 from tileattn.weights import WeightsError
 
 Array = NDArray[Any]

@@ -1,4 +1,4 @@
-"""The command line, ``python -m tileattn`` or ``tileattn``: run, cost and info.
+"""The command line, ``python -m tileattn`` or ``tileattn``: run, bench, cost and info.
 
 ``run`` is the main job live: it runs one attention block, compares the result with the reference,
 times it beside NumPy, and prints the table of the cost model with what was measured. Faults of the
@@ -13,8 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -24,6 +23,8 @@ import numpy.typing as npt
 import tileattn
 from tileattn import AttentionBlock, LayerNorm, _core, reference
 from tileattn._arguments import shortened
+from tileattn._command import CommandError, blaming, check_output, duration, whole_number
+from tileattn.bench import command as bench
 from tileattn.cost import BlockCost, attention_block_cost, format_count, table_text
 
 Array = npt.NDArray[Any]
@@ -44,10 +45,6 @@ NUMPY_SCORE_BYTES = 1 << 30
 #: Seconds of rest before the other side's turn. Threads of a BLAS or an OpenMP runtime spin on for
 #: some 30 ms after a call, and would take the cores from whoever is timed next.
 PAUSE = 0.05
-
-
-class CommandError(Exception):
-    """A fault of what the user gave; the text is the line that is shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = _parser().parse_args(argv)
         except SystemExit:
             return 0  # --help has been printed
+        arguments.given = list(sys.argv[1:] if argv is None else argv)
         status: int = arguments.command(arguments)
         # Here, where a reader that has gone can still be answered for. Without a standard output
         # (closed by the shell) there is nobody to write to.
@@ -105,15 +103,6 @@ def _abandon_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextmanager
-def _blaming(subject: str | None, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `errors` of the work inside into a CommandError, about `subject` where given."""
-    try:
-        yield
-    except errors as error:
-        raise CommandError(f"{subject}: {error}" if subject else str(error)) from error
-
-
 # ------------------------------------------------------------------ arguments
 
 
@@ -124,28 +113,13 @@ class _Parser(argparse.ArgumentParser):
         raise CommandError(f"{message} (see {self.prog} --help)")
 
 
-def _whole_number(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = minimum - 1
-        if number < minimum:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {minimum}, got {text!r}"
-            )
-        return number
-
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tileattn",
         description="Exact transformer attention on NumPy arrays.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(required=True, metavar="run | cost | info")
+    commands = parser.add_subparsers(required=True, metavar="run | bench | cost | info")
 
     run = commands.add_parser(
         "run",
@@ -157,19 +131,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(command=_run)
     _add_sizes(run, minimum=1, causal="default: causal; with --weights, if its model is")
-    run.add_argument("--threads", type=_whole_number(1), metavar="n", help="default: all allowed")
-    run.add_argument("--seed", type=_whole_number(0), default=0, metavar="n", help="default: 0")
+    run.add_argument("--threads", type=whole_number(1), metavar="n", help="default: all allowed")
+    run.add_argument("--seed", type=whole_number(0), default=0, metavar="n", help="default: 0")
     run.add_argument(
-        "--repeats", type=_whole_number(1), default=15, metavar="n", help="timed rounds (15)"
+        "--repeats", type=whole_number(1), default=15, metavar="n", help="timed rounds (15)"
     )
     file = run.add_argument_group("a real layer")
     file.add_argument("--weights", metavar="FILE", help=".npz or .safetensors")
-    file.add_argument("--layer", type=_whole_number(0), metavar="n", help="default: 0")
+    file.add_argument("--layer", type=whole_number(0), metavar="n", help="default: 0")
     file.add_argument("--prefix", help="what stands before the names of the layers")
-    file.add_argument("--heads", type=_whole_number(1), metavar="N", help="query heads")
-    file.add_argument("--kv-heads", type=_whole_number(1), metavar="K", help="default: N")
+    file.add_argument("--heads", type=whole_number(1), metavar="N", help="query heads")
+    file.add_argument("--kv-heads", type=whole_number(1), metavar="K", help="default: N")
     file.add_argument("--input", metavar="X.npy", help="x[B,T,D] or x[T,D]; default: random")
     file.add_argument("--output", metavar="Y.npy", help="where the block's output is saved")
+
+    beside = "speed and memory beside NumPy, PyTorch and onnxruntime"
+    bench.add_options(commands.add_parser("bench", help=beside, allow_abbrev=False))
 
     cost = commands.add_parser(
         "cost",
@@ -179,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     cost.set_defaults(command=_cost)
     _add_sizes(cost, minimum=0, causal="default: causal")
-    cost.add_argument("-S", type=_whole_number(0), metavar="n", help="keys and values (T)")
+    cost.add_argument("-S", type=whole_number(0), metavar="n", help="keys and values (T)")
     cost.add_argument("--query-offset", type=int, metavar="n", help="position of the first query")
 
     info = commands.add_parser("info", help="version, ISA, threads", allow_abbrev=False)
@@ -191,7 +168,7 @@ def _add_sizes(parser: argparse.ArgumentParser, minimum: int, causal: str) -> No
     names = ("batch", "queries", "model width", "query heads", "key/value heads", "head width")
     for (letter, default), name in zip(SIZES.items(), names, strict=True):
         parser.add_argument(
-            f"-{letter}", type=_whole_number(minimum), metavar="n", help=f"{name} ({default})"
+            f"-{letter}", type=whole_number(minimum), metavar="n", help=f"{name} ({default})"
         )
     parser.add_argument("--dtype", choices=["float32", "float64"], help="default: float32")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=causal)
@@ -211,7 +188,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _cost(arguments: argparse.Namespace) -> int:
-    with _blaming(None, ValueError, TypeError):
+    with blaming(None, ValueError, TypeError):
         cost = attention_block_cost(
             **_sizes(arguments),
             S=arguments.S,
@@ -255,11 +232,11 @@ class _Times:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
-        _check_output(arguments.output)
+        check_output("--output", arguments.output)
     problem = _seeded(arguments) if arguments.weights is None else _from_file(arguments)
     x, block, threads = problem.x, problem.block, arguments.threads or tileattn.get_num_threads()
     dtype = x.dtype.name
-    with _blaming(None, ValueError, TypeError):
+    with blaming(None, ValueError, TypeError):
         y = block(x, num_threads=threads)
     if arguments.output is not None:
         _save(arguments.output, y)
@@ -320,7 +297,7 @@ def _seeded(arguments: argparse.Namespace) -> _Problem:
         return array
 
     # ValueError: NumPy's word for more elements than an address can count.
-    with _blaming("sizes beyond this machine", ValueError, MemoryError):
+    with blaming("sizes beyond this machine", ValueError, MemoryError):
         x = normal(B, T, D)
         weights: dict[str, Any] = {
             # Deviations that keep queries, keys, values and outputs at a deviation of about 1.
@@ -347,7 +324,7 @@ def _from_file(arguments: argparse.Namespace) -> _Problem:
     if arguments.dtype is not None:
         raise CommandError("--dtype comes from the file where --weights is given")
     layer = arguments.layer or 0
-    with _blaming(None, ValueError, TypeError, OSError, ImportError):
+    with blaming(None, ValueError, TypeError, OSError, ImportError):
         weights = load_arguments(
             arguments.weights,
             layer=layer,
@@ -383,7 +360,7 @@ def _from_file(arguments: argparse.Namespace) -> _Problem:
 def _load(path: str, block: AttentionBlock) -> Array:
     """x[B,T,D] or x[T,D] from a .npy file, in the block's dtype."""
     # Damaged headers raise whatever the parser met; objects are never unpickled.
-    with _blaming(f"--input {path} cannot be read", Exception), open(path, "rb") as file:
+    with blaming(f"--input {path} cannot be read", Exception), open(path, "rb") as file:
         x: Array = np.lib.format.read_array(file, allow_pickle=False)
     if x.ndim not in (2, 3) or x.shape[-1] != block.model_dim or not x.size:
         raise CommandError(
@@ -399,18 +376,11 @@ def _load(path: str, block: AttentionBlock) -> Array:
     return x
 
 
-def _check_output(path: str) -> None:
-    """Find out before the work, as far as possible without touching the file."""
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path):
-        raise CommandError(f"--output {path} is a directory, expected the name of a file")
-    if not os.path.isdir(folder):
-        raise CommandError(f"--output {path}: there is no directory {folder}")
-
-
 def _save(path: str, y: Array) -> None:
-    blaming = _blaming(f"--output {path} cannot be written", OSError, ValueError)  # of a zero byte
-    with blaming, open(path, "wb") as file:
+    with (
+        blaming(f"--output {path} cannot be written", OSError, ValueError),  # of a zero byte
+        open(path, "wb") as file,
+    ):
         np.save(file, y)
 
 
@@ -580,7 +550,7 @@ def _table(cost: BlockCost, times: _Times) -> str:
 
     def measured(flops: int, seconds: float, brace: str = " ") -> tuple[str, str, str]:
         rate = flops / seconds / 1e9
-        time = f"{brace} {_duration(seconds):>{DURATION_WIDTH}}"
+        time = f"{brace} {duration(seconds):>{DURATION_WIDTH}}"
         return time, f"{rate:.1f}", f"{rate / times.fma_peak:.1%}"
 
     def params(number: int) -> str:
@@ -627,29 +597,18 @@ def _ratio(theirs: list[float], ours: list[float]) -> str:
     """A median, and how many times ours it is, round by round: the median and the ends."""
     times = [a / b for a, b in zip(theirs, ours, strict=True)]
     return (
-        f"{_duration(statistics.median(theirs))}, {statistics.median(times):.1f} "
+        f"{duration(statistics.median(theirs))}, {statistics.median(times):.1f} "
         f"({min(times):.1f}..{max(times):.1f}) times"
     )
 
 
 def _spread(times: _Times) -> str:
-    low, high = _duration(min(times.block)), _duration(max(times.block))
+    low, high = duration(min(times.block)), duration(max(times.block))
     parts = [seconds / statistics.median(each) for each in times.operations for seconds in each]
     return (
         f"rounds      {low} to {high} for the block; {min(parts):.0%} to {max(parts):.0%} of their "
         "medians for the operations"
     )
-
-
-def _duration(seconds: float) -> str:
-    """Three figures and a unit: as many as repeat from run to run, in `DURATION_WIDTH` at most."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1, "s")):
-        number = seconds * factor
-        # 999.5 would be rounded to 1000: the next unit says it better.
-        if number < 999.5 or unit == "s":
-            break
-    decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
-    return f"{number:.{decimals}f} {unit}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 A cell is hot, the same arrays at each call, or cold: each call takes arrays that were last touched
 half a gigabyte of others ago, so that they come from memory whatever the caches hold. `of_limit`
-says which limit of the machine the cell is held against.
+says which limit of the machine the cell is held against; `bytes` are those that a call must read
+and write if caches held nothing before it, each operation's operands once (see `tileattn.cost`),
+and `label` is its name in a picture, where there is less room.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tileattn.cost import BlockCost, attention_block_cost
+from tileattn.cost import BlockCost, OperationCost, attention_block_cost
 from tileattn.quantized import WeightDtype
 
 Limit = Literal["FMA peak", "dot product peak", "read bandwidth"]
+
+#: Scores, softmax and values among the rows of a block's cost.
+_ATTENTION_ROWS = slice(3, 6)
+_WEIGHT_BITS = {None: 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,16 @@ class Projection:
     def flops(self) -> int:
         return 2 * self.M * self.N * self.K
 
+    @property
+    def bytes(self) -> int:
+        """The scales of quantised weights, a small part, are not counted."""
+        weights = self.N * self.K * _WEIGHT_BITS[self.weight_dtype] // 8
+        return 4 * self.M * (self.N + self.K) + weights
+
+    @property
+    def label(self) -> str:
+        return " ".join([f"projection {self.M}·{self.K}·{self.N}", self.weight_dtype or ""]).strip()
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -56,7 +72,7 @@ class Attention:
     and v in int8.
     """
 
-    label: str
+    title: str
     B: int
     T: int
     S: int
@@ -75,8 +91,13 @@ class Attention:
     def name(self) -> str:
         window = "" if self.window is None else f" window {self.window}"
         return (
-            f"{self.label} {_sizes(self, 'BTSNKH', self.causal)}{window} {_temperature(self.cold)}"
+            f"{self.title} {_sizes(self, 'BTSNKH', self.causal)}{window} {_temperature(self.cold)}"
         )
+
+    @property
+    def label(self) -> str:
+        axes = "B" * (self.B > 1) + "T" + "S" * (self.S != self.T) + "H"
+        return " ".join(["attention", _sizes(self, axes, self.causal), *self.title.split()[1:]])
 
     @property
     def dtype(self) -> npt.DTypeLike:
@@ -84,7 +105,8 @@ class Attention:
             return np.float32
         from ml_dtypes import bfloat16  # which other cells do without
 
-        return bfloat16
+        dtype: npt.DTypeLike = bfloat16
+        return dtype
 
     @property
     def plain(self) -> Attention:
@@ -99,12 +121,22 @@ class Attention:
     def flops(self) -> int:
         """Of scores and values, over visible pairs: those that neither causality, window nor mask
         hides."""
-        pairs = self._pairs(self.S - self.T)
+        pairs = self._cost(self.S - self.T).visible_pairs
         if self.window is not None:
-            pairs -= self._pairs(self.S - self.T - self.window)
+            pairs -= self._cost(self.S - self.T - self.window).visible_pairs
         return 4 * pairs * self.N * self.H
 
-    def _pairs(self, query_offset: int) -> int:
+    @cached_property
+    def bytes(self) -> int:
+        cost = self._cost(self.S - self.T)
+        moved = sum(row.bytes for row in cost.rows[_ATTENTION_ROWS])
+        if self.int8:  # and a float32 scale for each key and each value
+            moved += 2 * self.B * self.S * self.K * (4 - 3 * self.H)
+        if self.bias:
+            moved += 4 * self.B * self.N * self.T * self.S
+        return moved
+
+    def _cost(self, query_offset: int) -> BlockCost:
         return attention_block_cost(
             self.B,
             self.T,
@@ -116,14 +148,15 @@ class Attention:
             is_causal=self.causal,
             query_offset=query_offset,
             key_value_seq_lengths=self.lengths,
-        ).visible_pairs
+            itemsize=2 if self.bfloat16 else 4,
+        )
 
 
 @dataclass(frozen=True)
 class Varlen:
     """Packed sequences of those lengths: self-attention, or one query each against so many keys."""
 
-    label: str
+    title: str
     lengths: tuple[int, ...]
     N: int
     K: int
@@ -134,19 +167,31 @@ class Varlen:
     @property
     def name(self) -> str:
         lengths = f"B{len(self.lengths)} S{min(self.lengths)}..{max(self.lengths)}"
-        return f"{self.label} {lengths} {_sizes(self, 'NKH', self.causal)} {_temperature(False)}"
+        return f"{self.title} {lengths} {_sizes(self, 'NKH', self.causal)} {_temperature(False)}"
 
     @property
     def of_limit(self) -> Limit:
         return "FMA peak"
 
+    @property
+    def label(self) -> str:
+        sizes = f"B{len(self.lengths)} {_sizes(self, 'H', self.causal)}"
+        return " ".join(["packed", sizes, *self.title.split()[1:]])
+
     @cached_property
     def flops(self) -> int:
         """Of scores and values, over visible pairs."""
-        return sum(
-            Attention("", 1, 1 if self.decode else S, S, self.N, self.K, self.H, self.causal).flops
+        return sum(sequence.flops for sequence in self._sequences())
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(sequence.bytes for sequence in self._sequences())
+
+    def _sequences(self) -> list[Attention]:
+        return [
+            Attention("", 1, 1 if self.decode else S, S, self.N, self.K, self.H, self.causal)
             for S in self.lengths
-        )
+        ]
 
 
 @dataclass(frozen=True)
@@ -170,13 +215,24 @@ class Block:
     def of_limit(self) -> Limit:
         return "read bandwidth" if self.cold else "FMA peak"
 
-    @cached_property
+    @property
+    def label(self) -> str:
+        return f"block {_sizes(self, 'BTD' if self.B > 1 else 'TD', self.causal)}"
+
+    @property
     def flops(self) -> int:
         """Of all matrix products, over visible pairs."""
-        cost: BlockCost = attention_block_cost(
+        return self._cost.matmul_flops
+
+    @property
+    def bytes(self) -> int:
+        return self._cost.bytes
+
+    @cached_property
+    def _cost(self) -> BlockCost:
+        return attention_block_cost(
             self.B, self.T, self.D, self.N, self.K, self.H, is_causal=self.causal
         )
-        return cost.matmul_flops
 
 
 @dataclass(frozen=True)
@@ -199,11 +255,26 @@ class Step:
     def of_limit(self) -> Limit:
         return "read bandwidth"
 
+    @property
+    def label(self) -> str:
+        return f"step {_sizes(self, 'BSD')}"
+
     @cached_property
     def flops(self) -> int:
         """Of all matrix products."""
-        projections = self.D * 2 * (self.N + self.K) * self.H
-        return 2 * self.B * (projections + 2 * (self.S + 1) * self.N * self.H)
+        return sum(row.flops for row in self._rows if row.is_matmul)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self._rows)
+
+    @cached_property
+    def _rows(self) -> list[OperationCost]:
+        """Projections and norm of one position, attention to it and to those in the cache."""
+        sizes = (self.B, 1, self.D, self.N, self.K, self.H)
+        rows = list(attention_block_cost(*sizes).rows)
+        rows[_ATTENTION_ROWS] = attention_block_cost(*sizes, S=self.S + 1).rows[_ATTENTION_ROWS]
+        return rows
 
 
 Cell = Projection | Attention | Varlen | Block | Step
@@ -278,9 +349,9 @@ OPTIONS = (
     ),
     Attention("W1 window", B=1, T=8192, S=8192, N=8, K=2, H=64, causal=True, window=512),
     *(
-        replace(cell, label=f"{cell.label} bfloat16", bfloat16=True)
+        replace(cell, title=f"{cell.title} bfloat16", bfloat16=True)
         for cell in ATTENTION
-        if cell.label in ("P1", "P2", "P3", "P4", "D1", "D2")
+        if cell.title in ("P1", "P2", "P3", "P4", "D1", "D2")
     ),
     Attention("D1 int8", *_DECODE[0][1:], cold=True, int8=True),
 )
@@ -309,3 +380,26 @@ DECODING = (
     Step(B=1, S=2048, D=4096, N=32, K=8, H=128, cold=True),
     Step(B=8, S=2048, D=4096, N=32, K=8, H=128, cold=True),
 )
+
+_LENGTHS = tuple(64 << doubled for doubled in range(8))
+
+#: BERT's and GPT-2's attention and block, from short to long.
+SCALING: tuple[Cell, ...] = (
+    *(Attention("attention", B=1, T=T, S=T, N=12, K=12, H=64, causal=True) for T in _LENGTHS),
+    *(Block(T=T, D=768, N=12, K=12, H=64, B=1, causal=True) for T in _LENGTHS),
+)
+
+#: Not causal: the mask of NumPy's would be one more thing to count, or not.
+MEMORY = tuple(Attention("attention", B=1, T=T, S=T, N=12, K=12, H=64) for T in _LENGTHS)
+
+#: By group, what is measured where no group is named: one or two minutes on two cores.
+SHORT: dict[str, tuple[Cell, ...]] = {
+    "blocks": BLOCKS[:3],
+    "attention": tuple(
+        cell
+        for cell in ATTENTION
+        if (cell.title, cell.cold) in (("P1", False), ("P3", False), ("D1", True))
+    ),
+    "decoding": DECODING[:1],
+    "projections": (_FLOAT_PROJECTIONS[1], _FLOAT_PROJECTIONS[5]),
+}

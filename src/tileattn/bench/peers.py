@@ -13,31 +13,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.arrays import Array, copy, empty
-from benchmarks.rounds import Candidate
-
-_ONNXRUNTIME = ("onnxruntime", "onnx")
-#: What has to be installed for each peer.
-NEEDS = {
-    "numpy": ("threadpoolctl",),
-    "torch": ("torch",),
-    "torch bfloat16": ("torch", "ml_dtypes"),
-    "torch in blocks": ("torch",),
-    "torch folded": ("torch",),
-    **dict.fromkeys(["onnxruntime", "ORT MHA", "ORT GQA", "ORT Attention"], _ONNXRUNTIME),
-}
-
-
-def missing(name: str) -> list[str]:
-    """What the peer lacks."""
-    return [module for module in NEEDS.get(name, ()) if find_spec(module) is None]
-
+from tileattn.bench.arrays import Array, copy, empty
+from tileattn.bench.needs import missing
+from tileattn.bench.rounds import Candidate
 
 HAS_NUMPY = not missing("numpy")
 HAS_TORCH = not missing("torch")
@@ -55,16 +38,6 @@ if HAS_TORCH:
 if HAS_ONNXRUNTIME:
     import onnx.helper
     import onnxruntime
-
-#: Installed packages that the peers are.
-MODULES = ["numpy", *["torch"] * HAS_TORCH, *["onnxruntime"] * HAS_ONNXRUNTIME]
-
-#: Names of the peers, installed or not; not each of them takes every cell.
-BLOCK = ["numpy", "torch"]
-LINEAR = [*BLOCK, "onnxruntime", "torch bfloat16"]
-ATTENTION = [*BLOCK, "ORT MHA", "ORT GQA", "ORT Attention"]
-OPTIONS = [*ATTENTION, "torch in blocks"]
-DECODING = [*BLOCK, "torch folded"]
 
 #: Peers that hold all scores at once are left out where those take more than this.
 SCORE_BYTES = 1 << 30
@@ -88,9 +61,8 @@ def _tensor(array: Array) -> Any:
 
 def _array(tensor: Any, dtype: np.dtype[Any]) -> Array:
     """The reverse."""
-    if dtype == np.float32:
-        return tensor.numpy()
-    return tensor.view(torch.int16).numpy().view(dtype)
+    array: Array = (tensor if dtype == np.float32 else tensor.view(torch.int16)).numpy()
+    return array.view(dtype)
 
 
 # ------------------------------------------------------------------ projections
@@ -166,8 +138,8 @@ def attention(
 
         def call_numpy(_: int) -> Array:
             i = next(turn)
-            singles = (a.astype(np.float32, copy=False) for a in (q, keys[i], values[i]))
-            return numpy_attention(*singles, added)
+            q32, k32, v32 = (a.astype(np.float32, copy=False) for a in (q, keys[i], values[i]))
+            return numpy_attention(q32, k32, v32, added)
 
         candidates["numpy"] = _numpy(call_numpy)
     if HAS_TORCH:
@@ -314,7 +286,7 @@ def numpy_attention(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    y = scores.reshape(B, K, N // K, T, S) @ v.transpose(0, 2, 1, 3)[:, :, None]
+    y: Array = scores.reshape(B, K, N // K, T, S) @ v.transpose(0, 2, 1, 3)[:, :, None]
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -406,8 +378,8 @@ def decoding(
             qk, v = qkv[:, : N + K], qkv[:, N + K :]
             qk = (qk * cos + qk[:, :, ::-1] * sin).reshape(B, 1, N + K, H)
             keys[:, :, -1], values[:, :, -1] = qk[:, 0, N:], v.reshape(B, K, H)
-            seen = (a.transpose(0, 2, 1, 3) for a in (keys, values))
-            return _numpy_output(numpy_attention(qk[:, :, :N], *seen, None), x, w)
+            k, v = (a.transpose(0, 2, 1, 3) for a in (keys, values))
+            return _numpy_output(numpy_attention(qk[:, :, :N], k, v, None), x, w)
 
         candidates["numpy"] = _numpy(call_numpy)
     if HAS_TORCH:
@@ -484,7 +456,7 @@ def _onnx(
     constants = constants or {}
     outputs = outputs if len(outputs) == len(inputs) else outputs * len(inputs)
 
-    def describe(arrays: dict[str, Array | None]) -> list[Any]:
+    def describe(arrays: Mapping[str, Array | None]) -> list[Any]:
         return [
             onnx.helper.make_tensor_value_info(
                 name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape

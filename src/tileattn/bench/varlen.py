@@ -1,19 +1,17 @@
-"""Packed sequences against the same ones padded: `python -m benchmarks.varlen`."""
+"""Packed sequences against the same ones padded."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 import tileattn
-from benchmarks.arrays import Alignment, Array, empty, normal
-from benchmarks.cells import VARLEN, Varlen
-from benchmarks.report import OURS, Work, rotation, run
-from benchmarks.rounds import Candidate
-
-PADDED = "padded"
+from tileattn.bench.arrays import Alignment, Array, empty, normal
+from tileattn.bench.cells import Varlen
+from tileattn.bench.records import OURS
+from tileattn.bench.rounds import Candidate
+from tileattn.bench.work import PADDED, Work, rotation
 
 
 def prepare(cell: Varlen, alignment: Alignment = "line") -> Work:
@@ -26,12 +24,12 @@ def prepare(cell: Varlen, alignment: Alignment = "line") -> Work:
     v, v_padded, _ = _sequences(rng, key_lengths, (cell.K, cell.H), alignment)
     out, out_padded = empty(q.shape, alignment), empty(q_padded.shape, alignment)
     is_query = np.arange(q_padded.shape[1]) < query_lengths[:, None]
-    options: dict[str, Any] = {"is_causal": cell.causal}
 
     def ours(threads: int) -> Array:
-        return tileattn.varlen_attention(
-            q, k, v, q_starts, k_starts, out=out, num_threads=threads, **options
+        tileattn.varlen_attention(
+            q, k, v, q_starts, k_starts, out=out, num_threads=threads, is_causal=cell.causal
         )
+        return out
 
     def padded(threads: int) -> Array:
         tileattn.dot_product_attention(
@@ -42,16 +40,20 @@ def prepare(cell: Varlen, alignment: Alignment = "line") -> Work:
             key_value_seq_lengths=key_lengths,
             out=out_padded,
             num_threads=threads,
-            **options,
+            is_causal=cell.causal,
         )
         return out_padded[is_query]
+
+    def exact() -> Array:
+        q64, k64, v64 = (a.astype(np.float64) for a in (q, k, v))
+        return tileattn.reference.varlen_attention(
+            q64, k64, v64, q_starts, k_starts, is_causal=cell.causal
+        )
 
     return Work(
         cell,
         {OURS: Candidate(ours), PADDED: Candidate(padded)},
-        exact=lambda: tileattn.reference.varlen_attention(
-            *(a.astype(np.float64) for a in (q, k, v)), q_starts, k_starts, **options
-        ),
+        exact=exact,
         streams=[(k, v)],
         turn=rotation(1),
     )
@@ -71,7 +73,3 @@ def _sequences(
     for sequence, (begin, end) in zip(padded, pairwise(starts), strict=True):
         sequence[: end - begin] = packed[begin:end]
     return packed, padded, starts
-
-
-if __name__ == "__main__":
-    run(__doc__, VARLEN, prepare, [PADDED])

@@ -1,5 +1,5 @@
-"""Whole attention blocks against the machine's limits, the same block called in parts, and peers:
-`python -m benchmarks.blocks`."""
+"""Whole attention blocks against the machine's limits, the same block called in parts, and
+peers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 import tileattn
-from benchmarks import peers
-from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
-from benchmarks.cells import BLOCKS, Block, Step
-from benchmarks.report import OURS, Work, rotation, run
-from benchmarks.rounds import Candidate
 from tileattn import _core
-
-IN_PARTS = "in parts"
+from tileattn.bench import peers
+from tileattn.bench.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
+from tileattn.bench.cells import Block, Step
+from tileattn.bench.records import OURS
+from tileattn.bench.rounds import Candidate
+from tileattn.bench.work import IN_PARTS, Work, rotation
 
 
 def prepare(cell: Block, alignment: Alignment = "line") -> Work:
@@ -33,6 +32,7 @@ def prepare(cell: Block, alignment: Alignment = "line") -> Work:
         return blocks[next(turn)](x, out=out, num_threads=threads)
 
     cuts = [N * H, (N + K) * H]
+    norms = [tileattn.LayerNorm(w.norm_weight, w.norm_bias) for w in weights]
     packed = [
         (_core.PackedMatrix(*np.split(w.w_qkv, cuts, axis=1)), _core.PackedMatrix(w.w_o))
         for w in weights
@@ -48,7 +48,8 @@ def prepare(cell: Block, alignment: Alignment = "line") -> Work:
         _core.project(x, w_qkv, qkv, tuple(np.split(weights[i].b_qkv, cuts)), threads)
         tileattn.dot_product_attention(q, k, v, is_causal=cell.causal, out=y, num_threads=threads)
         _core.project(y.reshape(B, T, N * H), w_o, (z,), (weights[i].b_o,), threads)
-        return blocks[i].norm(z.reshape(x.shape), residual=x, out=out, num_threads=threads)
+        norms[i](z.reshape(x.shape), residual=x, out=out, num_threads=threads)
+        return out
 
     def exact() -> Array:
         doubles = peers.BlockWeights(*(array.astype(np.float64) for array in first))
@@ -96,7 +97,3 @@ def arguments(cell: Block | Step, w: peers.BlockWeights) -> dict[str, Any]:
         given[f"w_{name}"] = matrix.reshape(cell.D, heads, H)
         given[f"b_{name}"] = bias.reshape(heads, H)
     return given
-
-
-if __name__ == "__main__":
-    run(__doc__, BLOCKS, prepare, [IN_PARTS, *peers.BLOCK])

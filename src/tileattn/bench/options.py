@@ -1,5 +1,5 @@
 """Attention with options, against peers and the same call without them, on bfloat16 without dot
-products, too: `python -m benchmarks.options`."""
+products, too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 import tileattn
-from benchmarks import attention, peers
-from benchmarks.arrays import Alignment, Array, copies_if_cold, empty, normal
-from benchmarks.cells import OPTIONS, Attention
-from benchmarks.report import OURS, WITHOUT_DOTS, Work, rotation, run
-from benchmarks.rounds import Candidate
-
-PLAIN = "plain"
+from tileattn.bench import attention
+from tileattn.bench.arrays import Alignment, Array, copies_if_cold, empty, normal
+from tileattn.bench.cells import Attention
+from tileattn.bench.records import OURS
+from tileattn.bench.rounds import Candidate
+from tileattn.bench.work import PLAIN, Work, rotation
 
 
 def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
@@ -43,10 +42,8 @@ def _from_int8(cell: Attention, alignment: Alignment) -> Work:
         return caches[next(turn)].attend(q, out=out, num_threads=threads)
 
     def exact() -> Array:
-        products = (
-            first.keys * first.key_scales[..., None],
-            first.values * first.value_scales[..., None],
-        )
+        scaled = ((first.keys, first.key_scales), (first.values, first.value_scales))
+        products = [a * scales[..., None] for a, scales in scaled if scales is not None]
         return tileattn.reference.dot_product_attention(
             *(a.astype(np.float64) for a in (q, *products)),
             is_causal=True,
@@ -60,7 +57,3 @@ def _from_int8(cell: Attention, alignment: Alignment) -> Work:
         streams=[(c.keys.view(np.float32), c.values.view(np.float32)) for c in caches],
         turn=turn,
     )
-
-
-if __name__ == "__main__":
-    run(__doc__, OPTIONS, prepare, [PLAIN, WITHOUT_DOTS, *peers.OPTIONS])

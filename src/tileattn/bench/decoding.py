@@ -1,5 +1,5 @@
 """Steps of decoding: blocks with rope and caches against reading weights, keys and values, the same
-step called in parts, and peers: `python -m benchmarks.decoding`.
+step called in parts, and peers.
 
 A step adds a position and takes it away again, so that all are alike: tileattn's time includes
 `KVCache.truncate`, while peers write to the same slot each time. All apply rope to q and k. The
@@ -14,16 +14,14 @@ from operator import itemgetter
 import numpy as np
 
 import tileattn
-from benchmarks import peers
-from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
-from benchmarks.blocks import IN_PARTS, arguments, random_weights
-from benchmarks.cells import DECODING, Step
-from benchmarks.report import OURS, Work, rotation, run
-from benchmarks.rounds import Candidate
 from tileattn import _core
-
-#: What AttentionBlock.profile tells apart, in its order.
-PARTS = ("project", "attention", "output")
+from tileattn.bench import peers
+from tileattn.bench.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
+from tileattn.bench.blocks import arguments, random_weights
+from tileattn.bench.cells import Step
+from tileattn.bench.records import OURS
+from tileattn.bench.rounds import Candidate
+from tileattn.bench.work import IN_PARTS, PARTS, Work, rotation
 
 
 def prepare(cell: Step, alignment: Alignment = "line") -> Work:
@@ -33,10 +31,10 @@ def prepare(cell: Step, alignment: Alignment = "line") -> Work:
     x = normal(rng, (B, 1, D), alignment)
     first = random_weights(rng, cell)
     # The last position is for the step's own.
-    past = tuple(normal(rng, (B, K, S + 1, H)) for _ in range(2))
+    past = normal(rng, (B, K, S + 1, H)), normal(rng, (B, K, S + 1, H))
     sets = copies_if_cold(cell.cold, sum(a.nbytes for a in (first.w_qkv, first.w_o, *past)))
     weights = [first] + [peers.BlockWeights(*map(copy, first)) for _ in range(sets - 1)]
-    theirs = [past] + [tuple(map(copy, past)) for _ in range(sets - 1)]
+    theirs = [past] + [(copy(past[0]), copy(past[1])) for _ in range(sets - 1)]
     blocks = [
         tileattn.AttentionBlock(**arguments(cell, w), rope=rope, is_causal=True) for w in weights
     ]
@@ -51,6 +49,7 @@ def prepare(cell: Step, alignment: Alignment = "line") -> Work:
         return out
 
     cuts = [N * H, (N + K) * H]
+    norms = [tileattn.LayerNorm(w.norm_weight, w.norm_bias) for w in weights]
     packed = [
         (_core.PackedMatrix(*np.split(w.w_qkv, cuts, axis=1)), _core.PackedMatrix(w.w_o))
         for w in weights
@@ -70,7 +69,8 @@ def prepare(cell: Step, alignment: Alignment = "line") -> Work:
         caches[i].attend(q, out=y, num_threads=threads)
         caches[i].truncate(S)
         _core.project(y.reshape(B, 1, N * H), w_o, (z,), (weights[i].b_o,), threads)
-        return blocks[i].norm(z.reshape(x.shape), residual=x, out=out, num_threads=threads)
+        norms[i](z.reshape(x.shape), residual=x, out=out, num_threads=threads)
+        return out
 
     def profile(threads: int) -> list[float]:
         i = next(turn)
@@ -111,7 +111,3 @@ def _filled(keys: Array, values: Array) -> tileattn.KVCache:
     cache = tileattn.KVCache(B, S, K, H, dtype=keys.dtype)
     cache.append(*(a[:, :, :-1].transpose(0, 2, 1, 3) for a in (keys, values)))
     return cache
-
-
-if __name__ == "__main__":
-    run(__doc__, DECODING, prepare, [IN_PARTS, *PARTS, *peers.DECODING])

@@ -1,4 +1,4 @@
-"""Attention against the machine's limits and peers: `python -m benchmarks.attention`."""
+"""Attention against the machine's limits and peers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, Literal
 import numpy as np
 
 import tileattn
-from benchmarks import peers
-from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
-from benchmarks.cells import ATTENTION, Attention
-from benchmarks.report import OURS, WITHOUT_DOTS, Work, rotation, run
-from benchmarks.rounds import Candidate
+from tileattn.bench import peers
+from tileattn.bench.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
+from tileattn.bench.cells import Attention
+from tileattn.bench.records import OURS
+from tileattn.bench.rounds import Candidate
+from tileattn.bench.work import WITHOUT_DOTS, Work, rotation
 
 
 def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
@@ -40,7 +41,7 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
     def ours(arithmetic: Literal["float32"] | None = None) -> Candidate:
         def call(threads: int) -> Array:
             i = next(turn)
-            return tileattn.dot_product_attention(
+            tileattn.dot_product_attention(
                 q,
                 keys[i],
                 values[i],
@@ -49,6 +50,7 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
                 num_threads=threads,
                 **options,
             )
+            return out
 
         return Candidate(call)
 
@@ -76,7 +78,3 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
         ],
         turn=turn,
     )
-
-
-if __name__ == "__main__":
-    run(__doc__, ATTENTION, prepare, peers.ATTENTION)

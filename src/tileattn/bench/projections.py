@@ -1,5 +1,5 @@
 """Projections against the machine's limits and peers, with weights in fewer bits against our own
-float32 and, of bfloat16, without dot products, too: `python -m benchmarks.projections`."""
+float32 and, of bfloat16, without dot products, too."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks import peers
-from benchmarks.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
-from benchmarks.cells import PROJECTIONS, Projection
-from benchmarks.report import OURS, WITHOUT_DOTS, Work, rotation, run
-from benchmarks.rounds import Candidate
 from tileattn import QuantizedMatrix, _core
+from tileattn.bench import peers
+from tileattn.bench.arrays import Alignment, Array, copies_if_cold, copy, empty, normal
+from tileattn.bench.cells import Projection
+from tileattn.bench.records import OURS
+from tileattn.bench.rounds import Candidate
+from tileattn.bench.work import FLOAT32, WITHOUT_DOTS, Work, rotation
 from tileattn.quantized import WeightDtype
-
-FLOAT32 = "float32"
 
 
 def prepare(cell: Projection, alignment: Alignment = "line") -> Work:
@@ -38,7 +37,7 @@ def prepare(cell: Projection, alignment: Alignment = "line") -> Work:
         OURS: ours([_core.PackedMatrix(w) for w in weights], turn),
         **peers.linear(x, weights, turn),
     }
-    streams = [(w,) for w in weights]
+    streams: list[tuple[Array, ...]] = [(w,) for w in weights]
     if cell.weight_dtype is not None:
         candidates = {name: replace(each, same=False) for name, each in candidates.items()}
         candidates[FLOAT32] = candidates[OURS]
@@ -78,7 +77,3 @@ def _packed(
         source = QuantizedMatrix.from_float(w.T, bits=8 if weight_dtype == "int8" else 4)
     first = pack()
     return [first, *(pack() for _ in range(copies_if_cold(cold, first.nbytes) - 1))]
-
-
-if __name__ == "__main__":
-    run(__doc__, PROJECTIONS, prepare, [FLOAT32, WITHOUT_DOTS, *peers.LINEAR])

@@ -86,7 +86,9 @@ def at_dot_peak(flops: float, threads: int) -> Turn:
     return lambda: flops / (1e9 * _core.measure_dot_peak(threads))
 
 
-def interleave(turns: Mapping[Key, Turn], rounds: int) -> dict[Key, list[float]]:
+def interleave(
+    turns: Mapping[Key, Turn], rounds: int, after_round: Callable[[], object] = lambda: None
+) -> dict[Key, list[float]]:
     """Seconds of one call, for each candidate and round; read them through `ratio`."""
     seconds: dict[Key, list[float]] = {key: [] for key in turns}
     order = list(turns)
@@ -95,6 +97,7 @@ def interleave(turns: Mapping[Key, Turn], rounds: int) -> dict[Key, list[float]]
             time.sleep(PAUSE)
             seconds[key].append(turns[key]())
         order.reverse()
+        after_round()
     return seconds
 
 
