@@ -1,12 +1,15 @@
-"""The pictures of `tileattn bench`: what is on them, where they are refused."""
+"""The pictures of `tileattn bench` and `tileattn run`: what is on them, where they are refused."""
 
 import itertools
+import re
 from dataclasses import asdict, replace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from tileattn import __main__ as main
+from tileattn import _core
 from tileattn.bench import needs, records
 from tileattn.bench.cells import ATTENTION, MEMORY, SCALING, SHORT, VARLEN
 from tileattn.bench.groups import GROUPS
@@ -21,6 +24,7 @@ from tileattn.bench.records import (
     Timing,
 )
 
+SMALL = ["-B", "2", "-T", "12", "-D", "16", "-N", "4", "-K", "2", "-H", "8", "--repeats", "1"]
 #: How many times ours each takes; two of onnxruntime's ways, the second the faster.
 TIMES = {"numpy": 4.0, "torch": 1.5, "ORT MHA": 3.0, "ORT GQA": 2.5}
 NAMES = ["NumPy", "PyTorch", "onnxruntime"]
@@ -230,10 +234,11 @@ def test_memory_names_its_curves(draw):
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(needs, "find_spec", lambda module: None)
-    assert main.main(["bench", "--plot", str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "--plot needs matplotlib: pip install 'tileattn[bench]'" in captured.err
+    for command in (["bench", "--plot", str(tmp_path)], ["run", "--plot", str(tmp_path / "x.svg")]):
+        assert main.main(command) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "--plot needs matplotlib: pip install 'tileattn[bench]'" in captured.err
 
 
 def test_a_folder_that_cannot_be(capsys, tmp_path):
@@ -241,3 +246,63 @@ def test_a_folder_that_cannot_be(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main.main(["bench", "--plot", str(tmp_path / "file" / "folder")]) == 2
     assert "--plot" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ run
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(main, "PAUSE", 0.0)
+    monkeypatch.setattr(_core, "measure_fma_peak", lambda dtype, num_threads: 80.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_run_draws_its_operations(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are matplotlib's")
+    operations = [[1e-3] * 3] * 4 + [[2e-3] * 3] * 2
+    # Half the rounds' ratios are of 10 and more, which no ratio of medians is.
+    numpy = ([0.08] * 3, [1e-2, 3e-3, 3e-3])
+    times = main._Times(operations, [4e-3] * 3, numpy, 80.0)
+    monkeypatch.setattr(main, "_time", lambda problem, threads, rounds: times)
+    for kind in ("svg", "png"):
+        assert main.main(["run", *SMALL, "--plot", str(tmp_path / f"run.{kind}")]) == 0
+    assert capsys.readouterr().err == ""
+    check_pixels(tmp_path / "run.png")
+    texts = texts_of(tmp_path / "run.svg")
+    for name in (*main.OPERATIONS, "the block in one call", "tileattn", "NumPy"):
+        assert texts.count(name) == 1, name
+    assert texts.count("1.00 ms   12%") == 4
+    assert texts.count("2.00 ms   25%") == 2
+    assert "4.00 ms" in texts
+    assert "3.00 ms   3.0×" in texts
+    assert "80.0 ms   20.0×" in texts
+    assert any(re.match(r"B 2 +T 12 .*float32", text) for text in texts)
+
+
+@pytest.mark.usefixtures("quick")
+def test_run_without_numpy_or_norm(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are matplotlib's")
+    draw = np.random.default_rng(0).standard_normal
+    arrays = {
+        "in_proj_weight": draw((24, 8), np.float32),
+        "out_proj.weight": draw((8, 8), np.float32),
+    }
+    np.savez(tmp_path / "attention.npz", **arrays)
+    monkeypatch.setattr(main, "NUMPY_SCORE_BYTES", 0)
+    options = ["--weights", str(tmp_path / "attention.npz"), "--heads", "2", "-T", "4"]
+    path = tmp_path / "run.svg"
+    assert main.main(["run", *options, "--repeats", "1", "--plot", str(path)]) == 0
+    texts = texts_of(path)
+    assert "NumPy" not in texts
+    assert "LayerNorm(X + Z)" not in texts
+
+
+@pytest.mark.parametrize(
+    "path, words", [("run.gif", "expected the name of a .svg or .png"), (".", "is a directory")]
+)
+def test_run_refuses_other_files(capsys, path, words):
+    assert main.main(["run", "--plot", path]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err

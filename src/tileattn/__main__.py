@@ -25,6 +25,8 @@ from tileattn import AttentionBlock, LayerNorm, _core, reference
 from tileattn._arguments import shortened
 from tileattn._command import CommandError, blaming, check_output, duration, whole_number
 from tileattn.bench import command as bench
+from tileattn.bench.needs import check_matplotlib
+from tileattn.bench.rounds import ratio
 from tileattn.cost import BlockCost, attention_block_cost, format_count, table_text
 
 Array = npt.NDArray[Any]
@@ -33,6 +35,14 @@ SIZES = {"B": 1, "T": 512, "D": 768, "N": 12, "K": 4, "H": 64}
 #: Which rows of the cost table each of `_operations` covers. Scores, softmax and values are one: a
 #: tile of scores never leaves the cache.
 ROWS_OF_OPERATION = (slice(1), slice(1, 2), slice(2, 3), slice(3, 6), slice(6, 7), slice(7, 8))
+OPERATIONS = (
+    "Q = X W_Q",
+    "K = X W_K",
+    "V = X W_V",
+    "attention",
+    "Z = Y W_O",
+    "LayerNorm(X + Z)",
+)
 ATTENTION = 3
 #: Of a time as text, such as 12.3 ms.
 DURATION_WIDTH = 7
@@ -136,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--repeats", type=whole_number(1), default=15, metavar="n", help="timed rounds (15)"
     )
+    run.add_argument("--plot", metavar="FILE", help="draw the operations' times (.svg or .png)")
     file = run.add_argument_group("a real layer")
     file.add_argument("--weights", metavar="FILE", help=".npz or .safetensors")
     file.add_argument("--layer", type=whole_number(0), metavar="n", help="default: 0")
@@ -233,6 +244,11 @@ class _Times:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_output("--output", arguments.output)
+    if arguments.plot is not None:
+        check_output("--plot", arguments.plot)
+        if not arguments.plot.endswith((".svg", ".png")):
+            raise CommandError(f"--plot {arguments.plot}: expected the name of a .svg or .png")
+        check_matplotlib()
     problem = _seeded(arguments) if arguments.weights is None else _from_file(arguments)
     x, block, threads = problem.x, problem.block, arguments.threads or tileattn.get_num_threads()
     dtype = x.dtype.name
@@ -277,6 +293,8 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"FMA peak    {times.fma_peak:.1f} GFLOP/s in {dtype}, the best of these rounds")
     print(f"ISA         {tileattn.isa()}")
     print(f"threads     {threads}")
+    if arguments.plot is not None:
+        _plot(problem, times, f"{cost.sizes_text()};  {dtype}, {tileattn.isa()}", arguments.plot)
     return 0 if error <= limit else 1
 
 
@@ -580,6 +598,24 @@ def _table(cost: BlockCost, times: _Times) -> str:
     ]
     heading = ("operation", "FLOPs", "params", "output", "time", "GFLOP/s", "peak")
     return table_text(heading, body, totals, left={0, 3})
+
+
+def _plot(problem: _Problem, times: _Times, subtitle: str, path: str) -> None:
+    # Imported here, since nothing else needs matplotlib.
+    from tileattn.bench import pictures
+
+    def bar(name: str, ours: list[float], numpy: list[float] | None) -> pictures.Operation:
+        peer = numpy and pictures.Peer(statistics.median(numpy), ratio(numpy, ours).median)
+        return pictures.Operation(name, statistics.median(ours), peer or None)
+
+    blocks, attentions = times.numpy or (None, None)
+    parts = [
+        bar(name, seconds, attentions if i == ATTENTION else None)
+        for i, (name, seconds) in enumerate(zip(OPERATIONS, times.operations, strict=False))
+    ]
+    whole = bar("the block in one call", times.block, blocks)
+    with blaming(f"--plot {path} cannot be written", OSError, ValueError):
+        pictures.operations(parts, whole, problem.title, subtitle, path)
 
 
 def _comparison(times: _Times) -> str:

@@ -1,4 +1,4 @@
-"""Runs as pictures: speed beside each peer, the roofline, scaling and memory over T.
+"""Runs as pictures: speed beside each peer, the roofline, scaling and memory over T, operations.
 
 All are on a white card, which reads on dark pages too, in colours that differ for colour-blind eyes
 and in shapes that differ for all. SVGs have outlines for letters, so that they look the same
@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from tileattn._command import duration
 from tileattn.bench.arrays import Array
 from tileattn.bench.needs import package
 from tileattn.bench.records import OURS, Result, Run, Timing
@@ -98,6 +99,29 @@ def draw(runs: Sequence[Run], folder: str) -> list[str]:
                     written.append(os.path.join(folder, f"{name}.{kind}"))
                     _save(figure, written[-1])
     return written
+
+
+class Peer(NamedTuple):
+    """The other bar of an operation; the ratio is the median of those within rounds."""
+
+    seconds: float
+    times_ours: float
+
+
+class Operation(NamedTuple):
+    """A bar of `operations`, and NumPy's where it was timed."""
+
+    name: str
+    seconds: float
+    numpy: Peer | None = None
+
+
+def operations(
+    parts: Sequence[Operation], whole: Operation, title: str, subtitle: str, path: str
+) -> None:
+    """Where a block's time goes: its operations one by one, and all of it in one call."""
+    with matplotlib.rc_context(_STYLE):
+        _save(_operations(parts, whole, title, subtitle), path)
 
 
 def _save(figure: Figure, path: str) -> None:
@@ -636,3 +660,74 @@ def _name_ends(axes: Any, curves: dict[str, _Curve]) -> None:
             va="center",
             annotation_clip=False,
         )
+
+
+# ------------------------------------------------------------------ operations
+
+
+def _operations(parts: Sequence[Operation], whole: Operation, title: str, subtitle: str) -> Figure:
+    bars = [*parts, whole]
+    heights = [0.42 if bar.numpy is None else 0.62 for bar in bars]
+    heights[-1] += 0.25  # a rule above the whole
+    figure = _card(
+        sum(heights) + 1.95,
+        title,
+        subtitle,
+        ["Medians of the rounds; each operation by itself, in percent of their sum."],
+    )
+    axes = _axes(figure, 2.1, 0.4, 1.2, 0.75)
+    total = sum(part.seconds for part in parts)
+    longest = max(
+        seconds
+        for bar in bars
+        for seconds in (bar.seconds, bar.numpy.seconds if bar.numpy else 0.0)
+    )
+    axes.set_xlim(0, 1.3 * longest)
+    axes.set_ylim(sum(heights), 0)
+    y, ticks = 0.0, []
+    for bar, height in zip(bars, heights, strict=True):
+        if bar is whole:
+            axes.axhline(y + 0.125, color=GREY, linewidth=0.8)
+            y, height = y + 0.25, height - 0.25
+            label = duration(bar.seconds)
+        else:
+            part = bar.seconds / total
+            label = f"{duration(bar.seconds)}   {f'{part:.0%}' if part >= 0.005 else '<1%'}"
+        middle = y + height / 2
+        ours = middle if bar.numpy is None else middle - 0.12
+        _bar(axes, ours, bar.seconds, OURS, label)
+        if bar.numpy is not None:
+            label = f"{duration(bar.numpy.seconds)}   {_figures(bar.numpy.times_ours)}×"
+            _bar(axes, middle + 0.12, bar.numpy.seconds, "numpy", label)
+        ticks.append(middle)
+        y += height
+    axes.set_yticks(ticks, [bar.name for bar in bars], color=INK)
+    axes.set_xticks([])
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    owners = [OURS, *["numpy"] * any(bar.numpy is not None for bar in bars)]
+    for owner in owners:
+        axes.barh([0], [0], color=LOOKS[owner].colour, label=LOOKS[owner].name)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=2,
+        frameon=False,
+        borderaxespad=0.3,
+        handlelength=1,
+        handleheight=1,
+    )
+    return figure
+
+
+def _bar(axes: Any, y: float, seconds: float, owner: str, text: str) -> None:
+    axes.barh([y], [seconds], height=0.2, color=LOOKS[owner].colour)
+    axes.annotate(
+        text,
+        (seconds, y),
+        (5, 0),
+        textcoords="offset points",
+        color=LOOKS[owner].colour,
+        fontsize=8.5,
+        va="center",
+    )
