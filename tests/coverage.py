@@ -17,8 +17,16 @@ import sys
 from pathlib import Path
 
 TREE = Path(__file__).resolve().parent.parent
-COPIED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md")
-COPIED_FOLDERS = ("src", "csrc", "tests", "benchmarks")
+COPIED = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
+COPIED_FOLDERS = ("src", "csrc", "tests", "benchmarks", "docs")
 NEEDED = ["setuptools>=77", "cython>=3.1", "coverage", "numpy", "pytest", "pytest-benchmark"]
 NEEDED += ["hypothesis", "ml_dtypes", "safetensors", "tokenizers", "gguf"]
 NEEDED += ["threadpoolctl", "tqdm", "matplotlib"]
@@ -66,7 +74,7 @@ def main(folder: Path, arguments: list[str]) -> int:
         ([sys.executable, "-m", "venv", folder / "venv"], {}),
         ([python, "-m", "pip", "install", "--quiet", *NEEDED], {}),
         ([python, "-c", TRANSLATE], {}),
-        ([python, "setup.py", "--quiet", "build_ext", "--inplace"], BUILD),
+        ([python, "setup.py", "--quiet", "egg_info", "build_ext", "--inplace"], BUILD),
     ):
         if run(*command, **environment) != 0:
             sys.exit(f"failed: {' '.join(map(str, command))}")

@@ -53,7 +53,7 @@ void get_states(unsigned *states, int threads)
 
 def environment():
     """x86-64's fenv_t of this thread, and the C library; MXCSR comes last."""
-    libm = ctypes.CDLL("libm.so.6")
+    libm = ctypes.CDLL(None)
     found = (ctypes.c_uint32 * 8)()
     assert libm.fegetenv(found) == 0
     return libm, found

@@ -35,3 +35,4 @@ def test_the_reference_has_all():
 @pytest.mark.any_isa
 def test_the_installed_version_is_the_package_s_own():
     assert importlib.metadata.version("tileattn") == tileattn.__version__
+    assert f"\nversion: {tileattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()

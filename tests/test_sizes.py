@@ -1,5 +1,6 @@
 """Indices beyond 2^32, sequences of a million, and memory that is not to be had."""
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -30,7 +31,8 @@ class Space:
             self.map = mmap.mmap(-1, nbytes, kind)
         except OSError as error:
             pytest.skip(f"{nbytes} bytes of addresses are not to be had: {error}")
-        self.map.madvise(mmap.MADV_NOHUGEPAGE)
+        with contextlib.suppress(OSError):  # of kernels without huge pages
+            self.map.madvise(mmap.MADV_NOHUGEPAGE)
 
     def spread(self, array, axis, sign=1):
         """A copy of an array, its elements FAR from each other along an axis, or -FAR."""
@@ -287,7 +289,17 @@ def shim(tmp_path_factory):
         pytest.skip("needs a C compiler, cc, and to be the first library that is loaded")
     folder = tmp_path_factory.mktemp("shim")
     (folder / "shim.c").write_text(SHIM)
-    command = ["cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "shim.c", "-o", "shim.so"]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-fno-builtin",
+        "-Wl,-z,defs",
+        "shim.c",
+        "-o",
+        "shim.so",
+    ]
     if subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode != 0:
         pytest.skip("the C library has no __libc_malloc")
     return folder / "shim.so"

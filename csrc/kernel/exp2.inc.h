@@ -52,11 +52,11 @@ TA_INLINE vec vec_exp2(vec x)
     x = vec_max(vec_all(lowest), x);
     vec shifted = x + vec_all(to_step); /* rounds x to a step; its low bits hold n and j */
     vec f = x - (shifted - vec_all(to_step));
-    veci exponent = (veci)shifted << (MANTISSA_BITS - TA_LOOKUP_BITS);
+    vecu exponent = (vecu)shifted << (MANTISSA_BITS - TA_LOOKUP_BITS); /* unsigned: a NaN's is anything */
 #if TA_LOOKUP_BITS > 0
-    vec scale = (vec)(vec_lookup(power, (veci)shifted) + exponent);
+    vec scale = (vec)((vecu)vec_lookup(power, (veci)shifted) + exponent);
 #else
-    vec scale = (vec)((veci)vec_all(1) + exponent);
+    vec scale = (vec)((vecu)vec_all(1) + exponent);
 #endif
     vec less_one = vec_all(c[DEGREE - 1]);
     TA_UNROLL

@@ -9,12 +9,14 @@
 #define TA_SMALLEST 0x1p-126f /* normal number */
 #define other_real double
 #define integer int32_t
+#define natural uint32_t
 #define TA_TYPE f32
 #else
 #define real double
 #define TA_SMALLEST 0x1p-1022
 #define other_real float
 #define integer int64_t
+#define natural uint64_t
 #define TA_TYPE f64
 #endif
 
@@ -130,5 +132,6 @@ const ta_kernels TA_NAME(kernels) = {
 #undef TA_SMALLEST
 #undef other_real
 #undef integer
+#undef natural
 #undef TA_TYPE
 #undef TA_FEW_ROWS

@@ -3,14 +3,16 @@
  * Included by each simd/<isa>.h, once for an element type, after it has said TA_VECTOR_BYTES and
  * before it adds the few operations for which these types lose to an intrinsic: vec_max,
  * vec_any_greater, vec_any_bit, conversion from and to what `real` is stored as, and vec_lookup where there
- * is a fast one. `vec` is TA_VL lanes of `real`, `veci` as many integers of the same width (and what
- * comparisons give: all bits of a lane set, or none).
+ * is a fast one. `vec` is TA_VL lanes of `real`, `veci` and `vecu` as many integers of the same width (and
+ * what comparisons give: all bits of a lane set, or none).
  */
 
 #define vec TA_NAME(vec)
 #define veci TA_NAME(veci)
+#define vecu TA_NAME(vecu)
 typedef real vec __attribute__((vector_size(TA_VECTOR_BYTES)));
 typedef integer veci __attribute__((vector_size(TA_VECTOR_BYTES)));
+typedef natural vecu __attribute__((vector_size(TA_VECTOR_BYTES)));
 /* the same in memory, aligned as an element is */
 typedef real TA_NAME(loose) __attribute__((vector_size(TA_VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 

@@ -248,7 +248,7 @@ class CacheParameters:
         before, self._longest = self._longest, span.longest
         try:
             return write(*arguments)
-        except MemoryError:  # it has not begun
+        except Exception:  # it has not begun
             self._longest = before
             raise
 
@@ -1026,7 +1026,8 @@ def as_array(name: str, value: npt.ArrayLike) -> Array:
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as error:  # such as rows of several lengths
-        raise type(error)(f"{name} is no array: {error}") from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} is no array: {error}") from error
 
 
 def check_array(

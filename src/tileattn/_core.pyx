@@ -2423,7 +2423,7 @@ cdef int require_sizes(const Attention *a, tuple sizes, bint has_out) except -1:
     cdef Py_ssize_t B, T, N, H, S, K, Hv
     B, T, N, H, S, K, Hv = sizes
     if not (is_of(&a.q, B, T, N, H) and is_of(&a.k, B, S, K, H) and is_of(&a.v, B, S, K, Hv)
-            and (not has_out or is_of(&a.out, B, T, N, Hv))):
+            and N % max(K, <Py_ssize_t>1) == 0 and (not has_out or is_of(&a.out, B, T, N, Hv))):
         raise ValueError("q, k or v has changed its shape while other arguments were read")
     return 0
 

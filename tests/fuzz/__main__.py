@@ -135,15 +135,13 @@ def _watch(arguments, number, deadline):
         name, pending = None, b""
         try:
             while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if time.monotonic() >= deadline:
                     return
-                ready, _, _ = select.select([child.stdout], [], [], min(CASE_SECONDS, left))
+                # The last case may take its time, too.
+                ready, _, _ = select.select([child.stdout], [], [], CASE_SECONDS)
                 if not ready:
-                    if left > CASE_SECONDS:
-                        yield number, name, f"no end after {CASE_SECONDS} seconds"
-                        return
-                    continue
+                    yield number, name, f"no end after {CASE_SECONDS} seconds"
+                    return
                 chunk = os.read(child.stdout.fileno(), 1 << 16)
                 if not chunk:
                     break

@@ -22,7 +22,7 @@ file_of_compiler() {
 build() {
     step "build with $CC $flags"
     mkdir "$work/source"
-    cp -r benchmarks csrc src tests ./*.md LICENSE MANIFEST.in pyproject.toml setup.py "$work/source"
+    cp -r benchmarks csrc docs src tests ./*.md CITATION.cff LICENSE MANIFEST.in pyproject.toml setup.py "$work/source"
     cd "$work/source"
     rm -f src/tileattn/_core.c src/tileattn/_core.*.so
     grep -qE "^(cdef .* |    )$1 = " src/tileattn/_core.pyx || fail "_core.pyx has no constant $1"
