@@ -1513,3 +1513,52 @@ def test_signalling_nans_are_refused_like_others():
             ValueError,
             "weights",
         )
+
+
+@pytest.mark.parametrize("name, size", [("bfloat16", 0), ("float16", 0), ("bfloat", 2)])
+def test_what_only_calls_itself_a_half_is_refused(name, size):
+    fields = [("bits", np.uint8, (size,))] if size else []
+    dtype = np.dtype((type(name, (np.void,), {}), fields))
+    x = np.empty((1, 2, 2, 8), dtype)
+    with pytest.raises(TypeError, match="q must be float16, bfloat16, float32 or float64"):
+        dot_product_attention(x, x, x)
+    with pytest.raises(TypeError, match="dtype"):
+        KVCache(1, 4, 2, 8, dtype=dtype)
+
+
+def test_values_may_not_change_the_heads_of_queries():
+    q, k = np.ones((1, 4, 6, 8), np.float32), np.ones((1, 4, 3, 8), np.float32)
+
+    class Values:
+        def __array__(self, dtype=None, copy=None):
+            q.shape = 1, 6, 4, 8
+            return k
+
+    with pytest.raises(ValueError, match="changed its shape"):
+        dot_product_attention(q, k, Values())
+
+
+def test_what_loops_point_to_stays():
+    norm = LayerNorm(np.ones(8), np.zeros(8))
+    with pytest.raises(AttributeError, match="does not change"):
+        del norm.weight
+    with pytest.raises(ValueError, match="resize"):
+        norm.weight.resize((1000,), refcheck=False)
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        norm.weight.flags.writeable = True
+
+
+def test_tiny_options_raise_no_flag():
+    q = np.ones((1, 2, 2, 8), np.float32)
+    with np.errstate(all="raise"):
+        tiny = np.full(2, 1e-300)
+        dot_product_attention(q, q, q, sinks=tiny, alibi_slopes=tiny)
+
+
+def test_an_array_that_cannot_be_made_is_named():
+    class Text:
+        def __array__(self, dtype=None, copy=None):
+            raise UnicodeDecodeError("utf-8", b"x", 0, 1, "no")
+
+    with pytest.raises(ValueError, match="q is no array"):
+        dot_product_attention(Text(), Text(), Text())

@@ -1,7 +1,9 @@
 """KVCache: decoding in any chunks is one causal call, and what it holds is what a list would."""
 
 import concurrent.futures
+import copy
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -783,3 +785,49 @@ def test_any_sequence_of_calls():
 
 def test_isa_under_test_is_the_active_one(isa):
     assert tileattn.isa() == isa
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("stored", [np.float32, np.float64, *HALVES, "int8"])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+)
+def test_a_copy_is_a_cache_of_its_own(copied, stored, window):
+    """Also in how its memory is laid out, which kernels rely on."""
+    dtype = np.float64 if stored == np.float64 else np.float32
+    q, k, v = (x.astype(dtype) for x in qkv(2, 70, 4, 2, 24, 24))
+    cache = KVCache(2, 90, 2, 24, dtype=stored, window=window)
+    cache.append(k[:, :60], v[:, :60], seq_lengths=[60, 50])
+    other = copied(cache)
+    assert all(
+        a.strides == b.strides for a, b in zip(cache._arrays(), other._arrays(), strict=True)
+    )
+    assert not any(
+        np.shares_memory(a, b) for a, b in zip(cache._arrays(), other._arrays(), strict=True)
+    )
+    expected = cache.attend(q[:, :5])
+    for each in (cache, other):
+        assert same_bits(each.attend(q[:, :5]), expected)
+        each.append(k[:, 60:], v[:, 60:])
+    assert same_bits(other.attend(q[:, :9]), cache.attend(q[:, :9]))
+    assert (other.lengths == [70, 60]).all()
+
+
+@pytest.mark.any_isa
+def test_sizes_do_not_change():
+    cache = KVCache(1, 8, 1, 8)
+    for name in ("batch", "capacity", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "window"):
+        with pytest.raises(AttributeError, match=f"KVCache.{name} does not change"):
+            setattr(cache, name, getattr(cache, name))
+        with pytest.raises(AttributeError, match=f"KVCache.{name} does not change"):
+            delattr(cache, name)
+
+
+def test_out_over_scales_is_refused():
+    q, k, v = qkv(1, 8, 2, 2, 8, 8)
+    cache = KVCache(1, 8, 2, 8, dtype="int8")
+    cache.append(k, v)
+    scales = cache._value_scales
+    out = np.lib.stride_tricks.as_strided(scales, (1, 1, 2, 8), (0, 0, scales.strides[2], 4))
+    with pytest.raises(ValueError, match="out overlaps value_scales"):
+        cache.attend(q[:, :1], out=out)

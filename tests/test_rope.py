@@ -550,3 +550,34 @@ def test_threads_may_share_a_rope():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class Few(RopeScaling):
+    """Somebody's own, and wrong."""
+
+    def frequencies(self, theta, rotary_dim):
+        return np.ones(1)
+
+
+@pytest.mark.any_isa
+def test_a_scaling_of_another_number_of_pairs_is_refused():
+    rope = Rope(scaling=Few())
+    with pytest.raises(ValueError, match=r"frequencies must have the shape .* \(32,\), not \(1,\)"):
+        rope(np.ones((1, 5, 2, 64), np.float32), np.arange(5))
+
+
+@pytest.mark.any_isa
+def test_an_output_that_lies_about_where_it_is():
+    class Lying(np.ndarray):
+        ctypes = property(lambda self: x.ctypes)
+
+    memory = np.ones((6, 2, 8), np.float32)
+    x = memory[:5]
+    with pytest.raises(ValueError, match="out overlaps x"):
+        apply_rope(x, np.arange(5), out=memory[1:].view(Lying))
+
+
+@pytest.mark.any_isa
+def test_tiny_numbers_raise_no_flag():
+    with np.errstate(all="raise"):
+        Rope(theta=1e300)(np.ones((5, 2, 8), np.float32), np.arange(5))

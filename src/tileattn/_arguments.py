@@ -55,6 +55,9 @@ class SetOnce:
             raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
+
 
 class AttentionArguments(NamedTuple):
     """What `check_attention` found, with the B axis in place."""
@@ -177,6 +180,16 @@ class CacheParameters:
     _lengths: Integers  # replaced, never changed in place
     _longest: Integers  # likewise; the most that a ring's sequences have had since they were empty
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The memory is of the sizes that it was made with. Past this, which takes a while, go the
+        # lengths that each call sets.
+        if name[0] != "_" and name in self.__dict__:
+            raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
+
     def _check_fit(
         self, name: str, B: int, heads: tuple[int, int, int], dtype: np.dtype[Any]
     ) -> None:
@@ -245,7 +258,8 @@ class CacheParameters:
 
         An interrupt may come in between: what a ring has overwritten is lost by then.
         """
-        before, self._longest = self._longest, span.longest
+        before = self._longest
+        self.__dict__["_longest"] = span.longest
         try:
             return write(*arguments)
         except Exception:  # it has not begun
@@ -254,7 +268,7 @@ class CacheParameters:
 
     def _advance(self, span: CacheSpan) -> None:
         """What the span says has been written."""
-        self._lengths, self._longest = span.lengths, span.longest
+        self.__dict__.update(_lengths=span.lengths, _longest=span.longest)
 
     @property
     def _oldest(self) -> Integers:
@@ -857,8 +871,12 @@ def check_block_inputs(
             mask, bias = _apart(mask, cache), _apart(bias, cache)
         visibility = visibility.with_mask(mask)
     if out is not None:
-        keys = {} if span is None else {"the cache": span.keys, "the cache's values": span.values}
-        out = check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **keys)
+        kept: dict[str, Array | None] = {}
+        if span is not None:
+            names = "", "'s values", "'s key scales", "'s value scales"
+            arrays = span.keys, span.values, span.key_scales, span.value_scales
+            kept = {f"the cache{name}": array for name, array in zip(names, arrays, strict=True)}
+        out = check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **kept)
     if not has_batch:
         x, context = x[None], None if context is None else context[None]
     return BlockInputs(x, context, bias, visibility, positions, span, out, has_batch)
@@ -994,8 +1012,11 @@ def check_rope_inputs(
         wrong = first_outside(positions, 0, POSITION_LIMIT)
         raise ValueError(f"positions must lie between 0 and 2**53, got {wrong}")
     if out is not None:
-        in_place = isinstance(out, np.ndarray) and (
-            (out.ctypes.data, out.shape, out.strides) == (x.ctypes.data, x.shape, x.strides)
+        given = as_array("out", out)
+        in_place = (given.ctypes.data, given.shape, given.strides) == (
+            x.ctypes.data,
+            x.shape,
+            x.strides,
         )
         out = check_out(out, x.shape, x.dtype, x=None if in_place else x)
     return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim, out)
@@ -1083,7 +1104,8 @@ def check_stored_type(name: str, stored: np.dtype[Any], dtype: np.dtype[Any]) ->
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    return dtype.name in HALF_TYPES
+    # Their names alone would admit what calls itself so, of any size.
+    return dtype.name in HALF_TYPES and dtype.type.__name__ == dtype.name and dtype.itemsize == 2
 
 
 def arithmetic_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -1234,7 +1256,7 @@ def check_alibi_slopes(
         either = f"[N] = ({N},)" + ("" if B is None else f" or [B, N] = ({B}, {N})")
         raise ValueError(f"alibi_slopes must be of shape {either}, not {slopes.shape}")
     copy = np.empty((1 if B is None else B, N), arithmetic_type(dtype))
-    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is an invalid operand
+    with np.errstate(all="ignore"):  # a signalling NaN is an invalid operand
         copy[...] = slopes
     largest = largest_score(dtype)
     if not (np.abs(copy) <= largest).all():
@@ -1252,7 +1274,7 @@ def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Ar
     array = check_array("sinks", sinks, halves=True)
     if array.shape != (N,):
         raise ValueError(f"sinks must be of shape [N] = ({N},), not {array.shape}")
-    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is an invalid operand
+    with np.errstate(all="ignore"):  # a signalling NaN is an invalid operand
         copy = np.array(array, arithmetic_type(dtype), order="C")
     largest = largest_score(dtype)
     if not ((np.abs(copy) <= largest) | (array == -np.inf)).all():
@@ -1260,8 +1282,7 @@ def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Ar
             f"sinks must be finite, between {-largest:.3g} and {largest:.3g} in {copy.dtype}, or "
             f"-inf for none, got {array}"
         )
-    copy.flags.writeable = False
-    return copy
+    return frozen(copy)
 
 
 def check_window(local_window_size: Window) -> tuple[int, int] | None:
@@ -1465,9 +1486,12 @@ def check_vector(
     vector = check_array(name, value, dtype)
     if vector.ndim != 1 if shape is None else vector.shape != shape:
         raise ValueError(f"{name} has shape {vector.shape}, expected {shape or '[D]'}")
-    vector = vector.copy()
-    vector.flags.writeable = False
-    return vector
+    return frozen(vector)
+
+
+def frozen(array: Array) -> Array:
+    """A contiguous copy that nobody can write to, or resize: loops keep pointers to it."""
+    return np.ndarray(array.shape, array.dtype, array.tobytes())
 
 
 def check_out(

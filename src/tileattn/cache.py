@@ -125,9 +125,9 @@ class KVCache(CacheParameters):
         self.capacity = _check_size("capacity", capacity)
         self.num_kv_heads = _check_size("num_kv_heads", num_kv_heads)
         self.head_dim = _check_size("head_dim", head_dim)
-        self.v_head_dim = self.head_dim
-        if v_head_dim is not None:
-            self.v_head_dim = _check_size("v_head_dim", v_head_dim)
+        self.v_head_dim = (
+            self.head_dim if v_head_dim is None else _check_size("v_head_dim", v_head_dim)
+        )
         self.dtype = _check_dtype(dtype)
         self.window = None if window is None else _check_size("window", window)
         slots = self.capacity
@@ -171,6 +171,18 @@ class KVCache(CacheParameters):
         shape = (self.batch, self.num_kv_heads, padded)
         scales: Array = np.ndarray(shape, np.float32, memory)
         return scales[..., :slots].swapaxes(1, 2)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what comes out of a pickle, has memory of its own, laid out as this one's."""
+        sizes = (self.batch, self.capacity, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        kept = (self._arrays(), self._lengths, self._longest)
+        return type(self), (*sizes, self.dtype, self.window), kept
+
+    def __setstate__(self, kept: tuple[list[Array], Integers, Integers]) -> None:
+        arrays, lengths, longest = kept
+        for own, other in zip(self._arrays(), arrays, strict=True):
+            own[...] = other
+        self._lengths, self._longest = lengths.copy(), longest.copy()
 
     def __repr__(self) -> str:
         parts = [f"B={self.batch}", f"capacity={self.capacity}"]
@@ -411,7 +423,16 @@ class KVCache(CacheParameters):
         target = None
         if out is not None:
             shape = (B, T, N, self.v_head_dim)
-            target = check_out(out, shape, q.dtype, q=q, keys=self._keys, values=self._values)
+            target = check_out(
+                out,
+                shape,
+                q.dtype,
+                q=q,
+                keys=self._keys,
+                values=self._values,
+                key_scales=self._key_scales,
+                value_scales=self._value_scales,
+            )
         is_causal = check_flag("is_causal", is_causal)
         counts = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
         scores = check_scores(
@@ -500,7 +521,7 @@ class KVCache(CacheParameters):
                     f"{self._oldest[b]} on are left, and the next one sees {self.window}"
                 )
             longest = np.where(left == 0, 0, longest)
-        self._lengths, self._longest = left.copy(), longest
+        self.__dict__.update(_lengths=left.copy(), _longest=longest)
 
     def reorder(self, index: npt.ArrayLike) -> None:
         """Let sequence b go on from what sequence ``index[b]`` was, as a beam search does.

@@ -583,9 +583,16 @@ class Rope(RopeParameters):
         return first.cos, first.sin
 
     def _make_tables(self, positions: Integers, head_dim: int, dtype: npt.DTypeLike) -> _Tables:
-        angles = positions[..., None] * self.frequencies(head_dim)
-        factor = 1.0 if self.scaling is None else self.scaling.attention_factor
-        with np.errstate(over="ignore"):  # a factor beyond float32 makes infinity
+        frequencies = np.asarray(self.frequencies(head_dim), np.float64)
+        pairs = fit_rotary_dim(self.rotary_dim, head_dim) // 2
+        if frequencies.shape != (pairs,):  # of a scaling that somebody has written
+            raise ValueError(
+                f"the scaling's frequencies must have the shape [rotary_dim / 2] = ({pairs},), not "
+                f"{frequencies.shape}"
+            )
+        factor = 1.0 if self.scaling is None else float(self.scaling.attention_factor)
+        with np.errstate(all="ignore"):  # a factor beyond float32 makes infinity
+            angles = positions[..., None] * frequencies
             cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
         cos.flags.writeable = sin.flags.writeable = False
         return _Tables(positions, head_dim, cos, sin)

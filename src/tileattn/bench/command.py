@@ -300,10 +300,15 @@ def _show(options: argparse.Namespace) -> int:
     runs = [records.load(path) for path in options.files]
     if options.plot:
         _check_plot(options.plot)
-    for i, each in enumerate(runs):
-        print("\n" * (i > 0) + report.text(each))
+    # Whatever a file that was changed by hand says instead of what was measured.
+    wrong = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+    for i, (path, each) in enumerate(zip(options.files, runs, strict=True)):
+        with blaming(f"--from {path} is damaged", *wrong):
+            text = report.text(each)
+        print("\n" * (i > 0) + text)
     if options.plot:
-        _draw(runs, options.plot)
+        with blaming(f"--from {' '.join(options.files)}: nothing can be drawn of this", *wrong):
+            _draw(runs, options.plot)
     return 0
 
 

@@ -185,7 +185,7 @@ def load(path: str) -> Run:
     try:
         with open(path) as file:
             document = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"--from {path} cannot be read: {error}") from error
     kind = (document.get("format"), document.get("version")) if isinstance(document, dict) else None
     if kind != (FORMAT, VERSION):
@@ -206,5 +206,5 @@ def load(path: str) -> Run:
             memory["results"] = [Memory(**result) for result in memory["results"]]
             document["memory"] = MemoryResults(**memory)
         return Run(**document)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise CommandError(f"--from {path} is damaged: {error}") from error
