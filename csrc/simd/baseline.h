@@ -62,10 +62,12 @@ static inline veci vec_top_byte(veci w, int k)
 /* as many lanes as `vec` has, of other widths */
 #define halves TA_NAME(halves)
 #define words TA_NAME(words)
+#define counts TA_NAME(counts)
 #define floats TA_NAME(floats)
 #define others TA_NAME(others)
 typedef uint16_t halves __attribute__((vector_size(2 * TA_VL)));
 typedef int32_t words __attribute__((vector_size(4 * TA_VL)));
+typedef uint32_t counts __attribute__((vector_size(4 * TA_VL))); /* whose sums may overflow */
 typedef float floats __attribute__((vector_size(4 * TA_VL)));
 typedef other_real others __attribute__((vector_size(sizeof(other_real) * TA_VL)));
 
@@ -184,7 +186,8 @@ static inline words vec_round_f16(vec v)
     /* Beside 0.5 the last bit of a float weighs 2^-24, as that of a subnormal float16 does. */
     words subnormal = (words)((vec)magnitude + 0.5f) - 0x3f000000;
     /* A carry out of the mantissa raises the exponent, at the end to infinity. */
-    words normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    counts whole = (counts)magnitude;
+    words normal = (words)((whole - (112u << 23) + 0xfff + (whole >> 13 & 1)) >> 13);
     words nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
     return (normal & ~is_subnormal & ~is_infinite & ~is_nan) | (subnormal & is_subnormal) |
            (0x7c00 & is_infinite) | (nan & is_nan) | ((words)v >> 16 & 0x8000);
