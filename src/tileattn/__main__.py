@@ -631,10 +631,10 @@ def _comparison(times: _Times) -> str:
 
 def _ratio(theirs: list[float], ours: list[float]) -> str:
     """A median, and how many times ours it is, round by round: the median and the ends."""
-    times = [a / b for a, b in zip(theirs, ours, strict=True)]
+    times = ratio(theirs, ours)
     return (
-        f"{duration(statistics.median(theirs))}, {statistics.median(times):.1f} "
-        f"({min(times):.1f}..{max(times):.1f}) times"
+        f"{duration(statistics.median(theirs))}, {times.median:.1f} "
+        f"({times.low:.1f}..{times.high:.1f}) times"
     )
 
 

@@ -163,7 +163,7 @@ class CacheSpan(NamedTuple):
     longest: Integers  # [B], in a ring the most that each has had since it was empty
 
 
-class CacheParameters:
+class CacheParameters(SetOnce):
     """What the checks need to know of a KVCache, and what becomes of its lengths."""
 
     batch: int
@@ -181,14 +181,12 @@ class CacheParameters:
     _longest: Integers  # likewise; the most that a ring's sequences have had since they were empty
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The memory is of the sizes that it was made with. Past this, which takes a while, go the
-        # lengths that each call sets.
-        if name[0] != "_" and name in self.__dict__:
-            raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
-        object.__setattr__(self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
+        # The memory is of the sizes that it was made with; what it holds changes. Past this, which
+        # takes a while, go the lengths that each call sets.
+        if name[0] == "_":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _check_fit(
         self, name: str, B: int, heads: tuple[int, int, int], dtype: np.dtype[Any]
@@ -873,9 +871,12 @@ def check_block_inputs(
     if out is not None:
         kept: dict[str, Array | None] = {}
         if span is not None:
-            names = "", "'s values", "'s key scales", "'s value scales"
-            arrays = span.keys, span.values, span.key_scales, span.value_scales
-            kept = {f"the cache{name}": array for name, array in zip(names, arrays, strict=True)}
+            kept = {
+                "the cache": span.keys,
+                "the cache's values": span.values,
+                "the cache's key scales": span.key_scales,
+                "the cache's value scales": span.value_scales,
+            }
         out = check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **kept)
     if not has_batch:
         x, context = x[None], None if context is None else context[None]

@@ -260,11 +260,9 @@ def attention_block_cost(
     # One sequence stands for all where nothing tells them apart: B may be any number then.
     is_uniform = query_seq_lengths is None and key_value_seq_lengths is None
     is_uniform = is_uniform and (offset_array is None or offset_array.ndim == 0)
-    for name, lengths, limit in (
-        ("query_seq_lengths", query_seq_lengths, T),
-        ("key_value_seq_lengths", key_value_seq_lengths, S),
-    ):
-        check_lengths(name, lengths, B, limit)  # before an offset is repeated B times
+    # Before an offset is repeated B times.
+    query_seq_lengths = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
+    key_value_seq_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)
     visibility = check_visibility(
         1 if is_uniform else B,
         T,

@@ -131,11 +131,7 @@ def _append(draw, isa, cache, model):
                  for n, g in given.items()}  # fmt: skip
     call = Call(KVCache.append, given, caches=[cache], invoke=lambda values: cache.append(**values))
     before = cache.lengths
-    call()
-    if call.is_hostile:
-        _start_again(cache, model)
-        return
-    if call.error is None:
+    if _did(call, cache, model):
         plain = call.plain
         if plain.get("seq_lengths") is None:
             counts = [np.shape(plain["k"])[1]] * B
@@ -144,6 +140,14 @@ def _append(draw, isa, cache, model):
         require(model.fits(counts), f"{call} fits? it has {before}")
         model.append(plain["k"], plain["v"], counts)
     model.agree(call)
+
+
+def _did(call, cache, model):
+    """Whether a call has done what the model is to do; after a hostile one both start again."""
+    call()
+    if call.is_hostile:
+        _start_again(cache, model)
+    return call.error is None and not call.is_hostile
 
 
 def _start_again(cache, model):
@@ -260,10 +264,7 @@ def _truncate(draw, isa, cache, model):
     call = Call(
         KVCache.truncate, given, caches=[cache], invoke=lambda values: cache.truncate(**values)
     )
-    call()
-    if call.is_hostile:
-        _start_again(cache, model)
-    elif call.error is None:
+    if _did(call, cache, model):
         for b, n in enumerate(np.broadcast_to(np.asarray(call.plain["lengths"]), cache.batch)):
             del model.sequences[b][n:]
             if n == 0:
@@ -277,10 +278,7 @@ def _reorder(draw, isa, cache, model):
     call = Call(
         KVCache.reorder, given, caches=[cache], invoke=lambda values: cache.reorder(**values)
     )
-    call()
-    if call.is_hostile:
-        _start_again(cache, model)
-    elif call.error is None:
+    if _did(call, cache, model):
         index = [int(a) for a in np.asarray(call.plain["index"])]
         model.sequences = [list(model.sequences[a]) for a in index]
         model.longest = [model.longest[a] for a in index]
@@ -336,11 +334,7 @@ def _own(draw, isa, cache, model):
     given["num_threads"] = threads(draw)
     call = Call(KVCache.append, given, caches=[cache], may_change=True,
                 invoke=lambda values: cache.append(**values))  # fmt: skip
-    call()
-    if call.is_hostile:
-        _start_again(cache, model)
-        return
-    if call.error is None:
+    if _did(call, cache, model):
         require(fits, "does not fit")
         model.append(*before, [T] * cache.batch)
     model.agree(call)
