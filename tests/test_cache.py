@@ -831,3 +831,14 @@ def test_out_over_scales_is_refused():
     out = np.lib.stride_tricks.as_strided(scales, (1, 1, 2, 8), (0, 0, scales.strides[2], 4))
     with pytest.raises(ValueError, match="out overlaps value_scales"):
         cache.attend(q[:, :1], out=out)
+
+
+@pytest.mark.any_isa
+@pytest.mark.parametrize(
+    "dtype",
+    ["\ud800", {"names": ["x"], "formats": ["f4"], "offsets": [-4]}],
+    ids=["text", "offset"],
+)
+def test_a_dtype_that_cannot_be_is_named(dtype):
+    with pytest.raises(TypeError, match="dtype must be int8, float16"):
+        KVCache(1, 8, 1, 8, dtype=dtype)

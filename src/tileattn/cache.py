@@ -634,7 +634,7 @@ def _check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     allowed = "int8, float16, bfloat16, float32 or float64"
     try:
         native = np.dtype(dtype).newbyteorder("=")
-    except TypeError:
+    except (TypeError, ValueError):  # the latter for text that is none, and impossible offsets
         raise TypeError(f"dtype must be {allowed}, not {dtype!r}") from None
     if native not in (*FLOAT_TYPES, INT8) and not is_half(native):
         raise TypeError(f"dtype must be {allowed}, not {native}")
