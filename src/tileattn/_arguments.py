@@ -181,12 +181,17 @@ class CacheParameters(SetOnce):
     _longest: Integers  # likewise; the most that a ring's sequences have had since they were empty
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The memory is of the sizes that it was made with; what it holds changes. Past this, which
-        # takes a while, go the lengths that each call sets.
+        # The memory is of the sizes that it was made with; what it holds changes.
         if name[0] == "_":
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _set(self, lengths: Integers, longest: Integers) -> None:
+        # Each call does: past the above, and not through __dict__, which makes every later look at
+        # an attribute slower.
+        object.__setattr__(self, "_lengths", lengths)
+        object.__setattr__(self, "_longest", longest)
 
     def _check_fit(
         self, name: str, B: int, heads: tuple[int, int, int], dtype: np.dtype[Any]
@@ -257,7 +262,7 @@ class CacheParameters(SetOnce):
         An interrupt may come in between: what a ring has overwritten is lost by then.
         """
         before = self._longest
-        self.__dict__["_longest"] = span.longest
+        self._set(self._lengths, span.longest)
         try:
             return write(*arguments)
         except Exception:  # it has not begun
@@ -266,7 +271,7 @@ class CacheParameters(SetOnce):
 
     def _advance(self, span: CacheSpan) -> None:
         """What the span says has been written."""
-        self.__dict__.update(_lengths=span.lengths, _longest=span.longest)
+        self._set(span.lengths, span.longest)
 
     @property
     def _oldest(self) -> Integers:

@@ -521,7 +521,7 @@ class KVCache(CacheParameters):
                     f"{self._oldest[b]} on are left, and the next one sees {self.window}"
                 )
             longest = np.where(left == 0, 0, longest)
-        self.__dict__.update(_lengths=left.copy(), _longest=longest)
+        self._set(left, longest)
 
     def reorder(self, index: npt.ArrayLike) -> None:
         """Let sequence b go on from what sequence ``index[b]`` was, as a beam search does.
