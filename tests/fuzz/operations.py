@@ -479,6 +479,7 @@ def norm(draw, isa):
     expected = call.agrees(lambda **values: function(**made.values, **values), kept, **fresh)
     if expected is None or contents != "normal" or layer.eps > 1e30 or not np.size(expected):
         return
+    dtype = kept.dtype  # one of its own, where only x has one
     s = sum(
         np.asarray(call.plain[n], np.float64)
         for n in ("x", "residual")
