@@ -8,6 +8,7 @@ from tests.fuzz.draw import FLOATS, Given, Meaning
 from tests.fuzz.judge import Call, output, require
 from tests.fuzz.operations import DOT_ISAS, forms, threads
 from tileattn import AttentionBlock, KVCache, LayerNorm, QuantizedMatrix, RMSNorm, Rope, reference
+from tileattn.quantized import LEAST_SCALE
 
 #: Beyond, squares and sums may overflow, and an error of a rounding be of any size.
 CALM = 1e4
@@ -389,7 +390,7 @@ def quantized(draw, isa):
             step = 2 * abs(w).max(axis=1, keepdims=True) / (127 if matrix.bits == 8 else 7)
             # With 4 bits, scales are float16 times one power of two: its least step is shared.
             shared = abs(w).max() * 2.0**-38 if matrix.bits == 4 else 0
-            if not (error <= step + abs(w) * 2.0**-10 + shared + 1e-29).all():
+            if not (error <= step + abs(w) * 2.0**-10 + shared + 127 * LEAST_SCALE).all():
                 call.fault(f"is off by {error.max()}")
     else:
         groups, contents = -(-depth // (size or depth)), draw.contents()
