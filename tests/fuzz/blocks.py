@@ -252,7 +252,7 @@ def _call(draw, block, arguments, tolerance):
         return _quiet(reference.attention_block, **{**others, "x": x}, **_unrounded(exact, block))
 
     if not isinstance(values.get("context"), KVCache):
-        _judge(draw, call, kept, run, values["x"].astype(np.float64), tolerance)
+        _judge(draw, call, kept, run, np.asarray(values["x"], np.float64), tolerance)
 
 
 def _unrounded(exact, block):
