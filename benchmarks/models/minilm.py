@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 import tileattn.reference
 from benchmarks.models import WEIGHTS
 from benchmarks.models.fetch import MINILM, FetchError, fetch
+from tileattn._command import CommandError
 from tileattn.weights import WeightsError, load_tensors
 
 Array = NDArray[Any]
@@ -339,27 +340,23 @@ def best_passages(
     return [(float(scores[i]), passages[i]) for i in nearest]
 
 
-class _CommandError(Exception):
-    pass
-
-
 def _read_passages(file: str) -> list[Passage]:
     try:
         return split_passages(Path(file).read_text("utf-8"), file)
     except UnicodeDecodeError:
-        raise _CommandError(f"{file}: is not UTF-8 text") from None
+        raise CommandError(f"{file}: is not UTF-8 text") from None
     except OSError as error:
-        raise _CommandError(f"{file}: {error.strerror}") from None
+        raise CommandError(f"{file}: {error.strerror}") from None
 
 
 def _run(question: str, files: list[str], top: int, weights: str) -> None:
     if not question.strip():
-        raise _CommandError("the question is empty")
+        raise CommandError("the question is empty")
     if top < 1:
-        raise _CommandError(f"--top is {top}, expected at least 1")
+        raise CommandError(f"--top is {top}, expected at least 1")
     passages = [passage for file in files for passage in _read_passages(file)]
     if not passages:
-        raise _CommandError("the files hold no text")
+        raise CommandError("the files hold no text")
     model = MiniLM(fetch(MINILM), weights=weights)
     for score, passage in best_passages(model, question, passages, top):
         print(f"{score:.3f}  {passage.file}:{passage.line}")
@@ -380,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _run(options.question, options.files, options.top, options.weights)
-    except (_CommandError, FetchError, WeightsError, ImportError) as error:
+    except (CommandError, FetchError, WeightsError, ImportError) as error:
         print(f"minilm: {error}", file=sys.stderr)
         return 2
     return 0

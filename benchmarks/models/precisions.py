@@ -18,10 +18,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from benchmarks.models import WEIGHTS, smollm2
+from benchmarks.models import WEIGHTS, record, smollm2
 from benchmarks.models.fetch import MINILM, SMOLLM2, FetchError, fetch
 from benchmarks.models.minilm import MiniLM, split_passages
+from tileattn._command import CommandError, check_output
 from tileattn.bench.rounds import Turn, interleave, ratio
 from tileattn.weights import WeightsError
 
@@ -39,16 +41,12 @@ SMOLLM2_ROWS = [
 ]
 
 
-class _CommandError(Exception):
-    pass
-
-
-def compare_smollm2(text: str, rounds: int) -> None:
-    """Print SmolLM2's perplexity of a text, its speed and its memory in every precision."""
+def compare_smollm2(text: str, rounds: int) -> dict[str, Any]:
+    """SmolLM2's perplexity of a text, its speed and its memory in every precision."""
     weights, tokenizer = smollm2.load(fetch(SMOLLM2))
     tokens = tokenizer.encode(text)[:MAX_TOKENS]
     if len(tokens) <= ANSWER:
-        raise _CommandError(f"the text has {len(tokens)} tokens, expected more than {ANSWER}")
+        raise CommandError(f"the text has {len(tokens)} tokens, expected more than {ANSWER}")
     prompt, answer = tokens[:-ANSWER][-PROMPT:], [[token] for token in tokens[-ANSWER:]]
     start = len(tokens) - ANSWER - len(prompt)
     resident = {row: _resident_alone(row, tokens) for row in SMOLLM2_ROWS}
@@ -59,29 +57,54 @@ def compare_smollm2(text: str, rounds: int) -> None:
         turns["prompt", row] = smollm2.timed_steps(step, start, [prompt])
         turns["answer", row] = smollm2.timed_steps(step, start + len(prompt), answer)
     seconds = interleave(turns, rounds)
+    return {
+        "tokens": {"all": len(tokens), "prompt": len(prompt), "answer": ANSWER},
+        "rows": [
+            {
+                "weights": row[0],
+                "cache": row[1],
+                "perplexity": perplexities[row],
+                "prompt": seconds["prompt", row],
+                "answer": seconds["answer", row],
+                "weight_bytes": sum(attention.block.nbytes for attention in step.attentions),
+                "cache_bytes": sum(attention.cache.nbytes for attention in step.attentions)
+                * len(tokens)
+                // weights.config.context,
+                "resident_bytes": resident[row],
+            }
+            for row, step in steps.items()
+        ],
+    }
 
-    first = SMOLLM2_ROWS[0]
-    print(f"{len(tokens)} tokens. Perplexity: {perplexities[first]:.4f} in float32, then relative.")
+
+def print_smollm2(figures: dict[str, Any]) -> None:
+    tokens, rows = figures["tokens"], figures["rows"]
+    first, rounds = rows[0], len(rows[0]["prompt"])
+    start = tokens["all"] - tokens["prompt"] - tokens["answer"]
     print(
-        f"Tokens a second, and times float32's in {rounds} rounds: of {len(prompt)} behind {start}"
+        f"{tokens['all']} tokens. Perplexity: {first['perplexity']:.4f} in float32, then relative."
     )
     print(
-        f"at once, and of the last {ANSWER} one by one. Megabytes: of the blocks' weights, of the"
+        f"Tokens a second, and times float32's in {rounds} rounds: of {tokens['prompt']} behind "
+        f"{start}"
+    )
+    print(
+        f"at once, and of the last {tokens['answer']} one by one. Megabytes: of the blocks' "
+        "weights, of the"
     )
     print("text's cache, and of all that a process of its own holds but files' pages.")
     print()
     print(f"{'weights':10}{'cache':10}{'perplexity':>10}  {'prompt':>14}  {'answer':>14}"
           f"  {'weights':>8}{'cache':>7}{'resident':>10}")  # fmt: skip
-    for row, step in steps.items():
-        line = f"{row[0]:10}{row[1]:10}{perplexities[row] / perplexities[first] - 1:+10.3%}"
-        for part, count in (("prompt", len(prompt)), ("answer", ANSWER)):
-            speed = count / statistics.median(seconds[part, row])
-            gain = ratio(seconds[part, first], seconds[part, row]).median
+    for row in rows:
+        line = f"{row['weights']:10}{row['cache']:10}"
+        line += f"{row['perplexity'] / first['perplexity'] - 1:+10.3%}"
+        for part in ("prompt", "answer"):
+            speed = tokens[part] / statistics.median(row[part])
+            gain = ratio(first[part], row[part]).median
             line += f"  {speed:7.1f}  {gain:4.2f}x"
-        blocks = sum(attention.block.nbytes for attention in step.attentions)
-        caches = sum(attention.cache.nbytes for attention in step.attentions)
-        caches = caches * len(tokens) // weights.config.context
-        print(f"{line}  {blocks / 1e6:8.1f}{caches / 1e6:7.1f}{resident[row] / 1e6:10.1f}")
+        megabytes = (row[f"{name}_bytes"] / 1e6 for name in ("weight", "cache", "resident"))
+        print(line + "  {:8.1f}{:7.1f}{:10.1f}".format(*megabytes))
 
 
 def _resident_alone(row: tuple[str, str], tokens: Sequence[int]) -> int:
@@ -98,11 +121,11 @@ def _resident_after(row: tuple[str, str], tokens: Sequence[int]) -> int:
     return 1024 * int(kilobytes)
 
 
-def compare_minilm(text: str, rounds: int) -> None:
-    """Print how exact MiniLM's embeddings of a text are in every precision, and how fast."""
+def compare_minilm(text: str, rounds: int) -> dict[str, Any]:
+    """How exact MiniLM's embeddings of a text are in every precision, and how fast."""
     passages = [passage.text for passage in split_passages(text, "")][:MAX_PASSAGES]
     if not passages:
-        raise _CommandError("the text is empty")
+        raise CommandError("the text is empty")
     models = {weights: MiniLM(fetch(MINILM), weights=weights) for weights in WEIGHTS}
     embeddings = {weights: model.encode(passages) for weights, model in models.items()}
 
@@ -115,32 +138,60 @@ def compare_minilm(text: str, rounds: int) -> None:
         return turn
 
     seconds = interleave({weights: timed(model) for weights, model in models.items()}, rounds)
+    return {
+        "passages": len(passages),
+        "rows": [
+            {
+                "weights": weights,
+                "cosine": float((embeddings[weights] * embeddings[FLOAT32]).sum(axis=1).min()),
+                "seconds": seconds[weights],
+                "weight_bytes": sum(layer.attention.nbytes for layer in model.layers),
+            }
+            for weights, model in models.items()
+        ],
+    }
 
-    print(f"{len(passages)} passages; {rounds} rounds. The least cosine to float32's embedding,")
-    print("passages a second, how many times float32's, megabytes of the blocks' weights.")
+
+def print_minilm(figures: dict[str, Any]) -> None:
+    passages, rows = figures["passages"], figures["rows"]
+    first = rows[0]
+    print(f"{passages} passages; {len(first['seconds'])} rounds. The least cosine to float32's")
+    print(
+        "embedding, passages a second, how many times float32's, megabytes of the blocks' weights."
+    )
     print()
     print(f"{'weights':10}{'cosine':>10}  {'passages':>14}  {'weights':>8}")
-    for weights, model in models.items():
-        cosine = (embeddings[weights] * embeddings[FLOAT32]).sum(axis=1).min()
-        speed = len(passages) / statistics.median(seconds[weights])
-        gain = ratio(seconds[FLOAT32], seconds[weights]).median
-        blocks = sum(layer.attention.nbytes for layer in model.layers)
-        print(f"{weights:10}{cosine:10.6f}  {speed:7.1f}  {gain:4.2f}x  {blocks / 1e6:8.1f}")
+    for row in rows:
+        speed = passages / statistics.median(row["seconds"])
+        gain = ratio(first["seconds"], row["seconds"]).median
+        print(
+            f"{row['weights']:10}{row['cosine']:10.6f}  {speed:7.1f}  {gain:4.2f}x  "
+            f"{row['weight_bytes'] / 1e6:8.1f}"
+        )
 
 
-COMPARISONS = {"smollm2": compare_smollm2, "minilm": compare_minilm}
+COMPARISONS = {
+    "smollm2": (compare_smollm2, print_smollm2),
+    "minilm": (compare_minilm, print_minilm),
+}
 
 
 def _run(options: argparse.Namespace) -> None:
     if options.rounds < 1:
-        raise _CommandError(f"--rounds is {options.rounds}, expected at least 1")
+        raise CommandError(f"--rounds is {options.rounds}, expected at least 1")
+    if options.json:
+        check_output("--json", options.json)
     try:
         text = options.text.read_text("utf-8")
     except UnicodeDecodeError:
-        raise _CommandError(f"{options.text}: is not UTF-8 text") from None
+        raise CommandError(f"{options.text}: is not UTF-8 text") from None
     except OSError as error:
-        raise _CommandError(f"{options.text}: {error.strerror}") from None
-    COMPARISONS[options.model](text, options.rounds)
+        raise CommandError(f"{options.text}: {error.strerror}") from None
+    compare, print_table = COMPARISONS[options.model]
+    figures = compare(text, options.rounds)
+    print_table(figures)
+    if options.json:
+        record.save(options.json, "benchmarks.models.precisions", figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,10 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, metavar="FILE", default=README,
                         help="UTF-8 text to read (default: this project's README.md)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="of measurement (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="write what was measured there")
     options = parser.parse_args(arguments)
     try:
         _run(options)
-    except (_CommandError, FetchError, WeightsError, ImportError) as error:
+    except (CommandError, FetchError, WeightsError, ImportError) as error:
         print(f"precisions: {error}", file=sys.stderr)
         return 2
     return 0

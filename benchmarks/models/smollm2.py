@@ -40,8 +40,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tileattn
-from benchmarks.models import WEIGHTS
+from benchmarks.models import WEIGHTS, record
 from benchmarks.models.fetch import SMOLLM2, FetchError, fetch
+from tileattn._command import CommandError, check_output
 from tileattn.bench.rounds import Turn, interleave, ratio
 from tileattn.weights import WeightsError
 
@@ -595,10 +596,6 @@ def generate(
 # ---------------------------------------------------------------- the command
 
 
-class _CommandError(Exception):
-    pass
-
-
 class _Stopwatch:
     """Passes tokens on, and notes them and when each of them came."""
 
@@ -625,8 +622,10 @@ class _Stopwatch:
         return text
 
 
-def _compare(weights: Weights, prompt: Sequence[int], answer: Sequence[int], rounds: int) -> None:
-    """Measure every decoder that is installed on the same tokens, in turns, and print a table."""
+def _compare(
+    weights: Weights, prompt: Sequence[int], answer: Sequence[int], rounds: int
+) -> dict[str, Any]:
+    """Measure every decoder that is installed on the same tokens, in turns; print a table."""
     steps = {name: make(weights) for name, make in DECODERS.items() if not missing(name)}
     ours = next(iter(steps))
     chunks = [prompt, *([token] for token in answer)]
@@ -651,6 +650,11 @@ def _compare(weights: Weights, prompt: Sequence[int], answer: Sequence[int], rou
             beside = "" if name == ours else f"{of.median:.2f} ({of.low:.2f}..{of.high:.2f})"
             line += f"  {speed:7.1f}  {beside:19}"
         print(f"{line}  {abs(logits[name] - logits[ours]).max() / scale:.1e}")
+    parts = ("prompt", "answer")
+    return {
+        "tokens": {"prompt": len(prompt), "answer": len(answer)},
+        "seconds": {name: {part: seconds[name, part] for part in parts} for name in steps},
+    }
 
 
 def timed_steps(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Turn:
@@ -668,24 +672,28 @@ def timed_steps(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Tur
 
 def _run(options: argparse.Namespace) -> None:
     if not options.prompt.strip():
-        raise _CommandError("the prompt is empty")
+        raise CommandError("the prompt is empty")
     for name in ("tokens", "rounds"):
         if (value := getattr(options, name)) < 1:
-            raise _CommandError(f"--{name} is {value}, expected at least 1")
+            raise CommandError(f"--{name} is {value}, expected at least 1")
     if options.decoder != "tileattn" and (options.weights, options.cache) != ("float32",) * 2:
-        raise _CommandError(f"--weights and --cache are tileattn's, not --with {options.decoder}'s")
+        raise CommandError(f"--weights and --cache are tileattn's, not --with {options.decoder}'s")
     if absent := " ".join(missing(options.decoder)):
-        raise _CommandError(f"--with {options.decoder} needs more: pip install {absent}")
+        raise CommandError(f"--with {options.decoder} needs more: pip install {absent}")
+    if options.json:
+        if not options.compare:
+            raise CommandError("--json is of what --compare measures: give both")
+        check_output("--json", options.json)
     try:
         sampler = Sampler(options.temperature, options.top_p, options.seed)
     except ValueError as error:
-        raise _CommandError(str(error)) from None
+        raise CommandError(str(error)) from None
     weights, tokenizer = load(fetch(SMOLLM2))
     encode = tokenizer.encode if options.plain else tokenizer.chat
     prompt = encode(options.prompt)
     room = weights.config.context - len(prompt)
     if room < 1:
-        raise _CommandError(
+        raise CommandError(
             f"the prompt has {len(prompt)} tokens, expected less than {weights.config.context}"
         )
     if options.decoder == "tileattn":
@@ -700,7 +708,9 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{options.decoder}: {tokens.report(len(prompt))}", file=sys.stderr)
     if options.compare and tokens.seen:
         print()
-        _compare(weights, prompt, tokens.seen, options.rounds)
+        figures = _compare(weights, prompt, tokens.seen, options.rounds)
+        if options.json:
+            record.save(options.json, "benchmarks.models.smollm2", figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -730,11 +740,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="then measure every installed decoder on it")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7,
                         help="of measurement with --compare (default: 7)")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE",
+                        help="write what --compare measured there")  # fmt: skip
     parser.add_argument("--plain", action="store_true", help="continue the prompt as it stands")
     options = parser.parse_args(arguments)
     try:
         _run(options)
-    except (_CommandError, FetchError, WeightsError, ImportError) as error:
+    except (CommandError, FetchError, WeightsError, ImportError) as error:
         print(f"smollm2: {error}", file=sys.stderr)
         return 2
     return 0
