@@ -206,7 +206,7 @@ def test_a_package_stands_for_all_its_columns(monkeypatch):
     monkeypatch.setattr(needs, "find_spec", lambda module: module)
     columns = {name: command._columns(GROUPS[name], ["torch"]) for name in GROUPS}
     assert columns["decoding"] == ["torch", "torch folded"]
-    assert columns["options"] == ["torch", "torch in blocks"]
+    assert columns["options"] == ["torch", "torch folded", "torch in blocks"]
     assert command._columns(GROUPS["attention"], ["ORT GQA"]) == ["ORT GQA"]
     assert len(command._columns(GROUPS["attention"], ["onnxruntime"])) == 3
 
@@ -494,15 +494,16 @@ def test_memory_is_that_of_the_scores_where_they_are_held(bench, tmp_path):
     assert bench("--from", path)[1].splitlines() == output.splitlines()[:-1]
 
 
-def test_a_candidate_that_fails_in_its_process_is_reported(bench, monkeypatch):
+def test_a_candidate_that_fails_in_its_process_is_reported(bench, monkeypatch, tmp_path):
     class Done:
         returncode, stdout, stderr = 1, "", "Traceback\nKilled: 9\n"
 
     monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: Done)
-    status, _, errors = bench(*quick("memory", "--peers"))
-    assert status == 2
-    assert "memory: tileattn failed on" in errors
-    assert errors.endswith("Killed: 9\n")
+    path = tmp_path / "run.json"
+    status, output, _ = bench(*quick("memory", "--peers", "--json", path))
+    assert status == 0
+    assert f"{SMALL['memory'][0].name}: tileattn failed: Killed: 9" in output.splitlines()
+    assert bench("--from", path)[1].splitlines() == output.splitlines()[:-1]
 
 
 # ------------------------------------------------------------------ imports

@@ -80,7 +80,7 @@ def run_of(plan, times=TIMES):
 
 def memory_of(cells):
     peaks = [(OURS, 2_000_000), ("numpy", 50_000_000), ("torch", 0)]
-    results = [Memory(cell.name, asdict(cell), 2, 1_000_000, dict(peaks)) for cell in cells]
+    results = [Memory(cell.name, asdict(cell), 2, 1_000_000, dict(peaks), {}) for cell in cells]
     return MemoryResults([cell.name for cell in cells], ["numpy", "torch"], results)
 
 
@@ -175,9 +175,16 @@ def test_runs_of_different_machines_are_not_mixed(tmp_path, capsys):
     first = run_of(SHORT)
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     records.save(first, paths[0])
-    records.save(replace(first, isa="avx512"), paths[1])
-    assert main.main(["bench", "--from", *paths, "--plot", str(tmp_path / "pictures")]) == 2
-    assert "different machines" in capsys.readouterr().err
+    for other in (replace(first, isa="avx512"), replace(first, threads=[1])):
+        records.save(other, paths[1])
+        assert main.main(["bench", "--from", *paths, "--plot", str(tmp_path / "pictures")]) == 2
+        assert "different machines" in capsys.readouterr().err
+
+
+def test_a_package_may_be_in_one_of_several_runs(draw):
+    first, second = run_of({"blocks": SHORT["blocks"]}), run_of({"attention": SHORT["attention"]})
+    del second.versions["onnxruntime"]
+    assert any("onnxruntime 8.9" in text for text in texts_of(draw(first, second) / "speed.svg"))
 
 
 def test_the_same_run_gives_the_same_file(draw):

@@ -87,15 +87,19 @@ class _TorchLayer:
         end = start + T
         self._keys[:, :, start:end] = turned[:, N:]
         self._values[:, :, start:end] = heads[:, N + K :]
+        q = turned[:, :N]
+        if T == 1:  # the heads of a group as rows of one, which takes no copies of the keys
+            q = q.reshape(1, K, N // K, H)
         y = scaled_dot_product_attention(
-            turned[:, :N],
+            q,
             self._keys[:, :, :end],
             self._values[:, :, :end],
             attn_mask=mask,
             is_causal=T > 1 and mask is None,
-            enable_gqa=True,
+            enable_gqa=T > 1,
         )
-        x_TD = x_TD + linear(y.transpose(1, 2).reshape(T, N * H), self._w_o)
+        y = y.reshape(1, N, T, H).transpose(1, 2)
+        x_TD = x_TD + linear(y.reshape(T, N * H), self._w_o)
         h_TD = rms_norm(x_TD, self._shape, self._mlp_norm, self._eps)
         return x_TD + linear(
             silu(linear(h_TD, self._w_gate)) * linear(h_TD, self._w_up), self._w_down

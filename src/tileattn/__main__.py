@@ -26,7 +26,7 @@ from tileattn._arguments import shortened
 from tileattn._command import CommandError, blaming, check_output, duration, whole_number
 from tileattn.bench import command as bench
 from tileattn.bench.needs import check_matplotlib
-from tileattn.bench.rounds import ratio
+from tileattn.bench.rounds import PAUSE, ratio
 from tileattn.cost import BlockCost, attention_block_cost, format_count, table_text
 
 Array = npt.NDArray[Any]
@@ -52,9 +52,6 @@ TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
 SHAKES = 8
 #: The comparison in NumPy holds all scores at once; beyond this it is left out.
 NUMPY_SCORE_BYTES = 1 << 30
-#: Seconds of rest before the other side's turn. Threads of a BLAS or an OpenMP runtime spin on for
-#: some 30 ms after a call, and would take the cores from whoever is timed next.
-PAUSE = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -154,7 +154,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Varlen:
-    """Packed sequences of those lengths: self-attention, or one query each against so many keys."""
+    """Packed sequences of those lengths: self-attention, or one query each against so many keys.
+
+    The latter reads its keys and values from memory.
+    """
 
     title: str
     lengths: tuple[int, ...]
@@ -167,11 +170,13 @@ class Varlen:
     @property
     def name(self) -> str:
         lengths = f"B{len(self.lengths)} S{min(self.lengths)}..{max(self.lengths)}"
-        return f"{self.title} {lengths} {_sizes(self, 'NKH', self.causal)} {_temperature(False)}"
+        return (
+            f"{self.title} {lengths} {_sizes(self, 'NKH', self.causal)} {_temperature(self.decode)}"
+        )
 
     @property
     def of_limit(self) -> Limit:
-        return "FMA peak"
+        return "read bandwidth" if self.decode else "FMA peak"
 
     @property
     def label(self) -> str:

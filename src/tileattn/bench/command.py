@@ -93,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
         check_output("--json", options.json)
     if options.plot:
         _check_plot(options.plot)
+    if any(group.name == MEMORY for group, _ in plan):
+        memory.check_system()
     with blaming("--threads", ValueError):
         threads = sorted({resolve_threads(n) for n in options.threads or [1, None]})
     before = _core.active_isa()
@@ -220,17 +222,18 @@ def _measure(
             GroupResults(group.name, [cell.name for cell in cells], columns[group.name])
         )
     total = options.rounds * sum(len(cells) for _, cells in timed)
-    for group, cells in plan:
-        if group.name == MEMORY:
-            done.memory = MemoryResults([cell.name for cell in cells], columns[group.name])
-            total += len(cells)
+    cells_of_memory = [cell for group, cells in plan if group.name == MEMORY for cell in cells]
+    if cells_of_memory:
+        names = [cell.name for cell in cells_of_memory]
+        done.memory = MemoryResults(names, columns[MEMORY])
+        total += len(names)
     progress = _Progress(total)
     try:
         progress.say(report.heading(done))
         if timed:
             _measure_times(timed, done, options, progress)
         if done.memory is not None:
-            _measure_memory(plan[-1][1], done.memory, done, progress)
+            _measure_memory(cells_of_memory, done.memory, done, progress)
     except KeyboardInterrupt:
         done.interrupted = True
     finally:
@@ -278,13 +281,16 @@ def _measure_memory(
     for cell in cells:
         assert isinstance(cell, Attention)
         progress.begin(f"memory {cell.name}")
-        peaks = {
-            name: memory.peak(cell, name, threads, done.isa) for name in (OURS, *results.peers)
-        }
-        taken = {name: peak for name, peak in peaks.items() if peak is not None}
-        result = 4 * cell.B * cell.T * cell.N * cell.H
-        results.results.append(Memory(cell.name, asdict(cell), threads, result, taken))
-        progress.say([report.memory_row(results, results.results[-1])])
+        size = 4 * cell.B * cell.T * cell.N * cell.H
+        result = Memory(cell.name, asdict(cell), threads, size, {}, {})
+        for name in (OURS, *results.peers):
+            peak = memory.peak(cell, name, threads, done.isa)
+            if isinstance(peak, str):
+                result.failed[name] = peak
+            elif peak is not None:
+                result.peak[name] = peak
+        results.results.append(result)
+        progress.say(report.memory_rows(results, result))
         progress.step()
 
 
@@ -321,8 +327,10 @@ def _check_plot(folder: str) -> None:
 def _draw(runs: Sequence[Run], folder: str) -> None:
     from tileattn.bench import pictures
 
-    if len({(each.machine["cpu"], each.isa) for each in runs}) > 1:
-        raise CommandError("--plot: the files are of different machines or instruction sets")
+    if len({(each.machine["cpu"], each.isa, each.threads[-1]) for each in runs}) > 1:
+        raise CommandError(
+            "--plot: the files are of different machines, instruction sets or numbers of threads"
+        )
     with blaming(f"--plot {folder}", OSError):
         paths = pictures.draw(runs, folder)
     print(f"Drawn: {', '.join(paths) or 'nothing'}")

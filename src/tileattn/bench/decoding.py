@@ -3,8 +3,8 @@ step called in parts, and peers.
 
 A step adds a position and takes it away again, so that all are alike: tileattn's time includes
 `KVCache.truncate`, while peers write to the same slot each time. All apply rope to q and k. The
-columns "project" (with rope, and k and v stored), "attention" and "output" say how many times a
-step those parts of it take; checks and `truncate` are the rest.
+columns "project" (with rope, and k and v stored), "attention" and "output" say what part of a step
+those take; checks and `truncate` are the rest.
 """
 
 from __future__ import annotations

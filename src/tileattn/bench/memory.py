@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import tileattn
+from tileattn._arguments import shortened
 from tileattn._command import CommandError
 from tileattn.bench.arrays import normal
 from tileattn.bench.cells import Attention
@@ -30,10 +31,13 @@ _SHORT = 16
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def peak(cell: Attention, name: str, threads: int, isa: str) -> int | None:
-    """Bytes; None if the candidate does not take the cell."""
+def check_system() -> None:
     if not _CLEAR_REFS.exists():
         raise CommandError(f"memory: there is no {_CLEAR_REFS}, which Linux has")
+
+
+def peak(cell: Attention, name: str, threads: int, isa: str) -> int | str | None:
+    """Bytes, or why there are none; None if the candidate does not take the cell."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps([asdict(cell), name, threads])],
         env={**os.environ, "TILEATTN_ISA": isa},
@@ -42,8 +46,7 @@ def peak(cell: Attention, name: str, threads: int, isa: str) -> int | None:
         check=False,
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise CommandError(f"memory: {name} failed on {cell.name}: {last}")
+        return shortened((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     bytes_taken: int | None = json.loads(done.stdout)
     return bytes_taken
 

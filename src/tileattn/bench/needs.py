@@ -30,7 +30,7 @@ _MODULES = {
 #: Names of the peers, installed or not; not each of them takes every cell.
 BLOCK = ("numpy", "torch")
 LINEAR = (*BLOCK, "onnxruntime", "torch bfloat16")
-ATTENTION = (*BLOCK, "ORT MHA", "ORT GQA", "ORT Attention")
+ATTENTION = (*BLOCK, "torch folded", "ORT MHA", "ORT GQA", "ORT Attention")
 OPTIONS = (*ATTENTION, "torch in blocks")
 DECODING = (*BLOCK, "torch folded")
 

@@ -201,9 +201,8 @@ def _conditions(runs: Sequence[Run], owners: Iterable[str]) -> str:
     run = runs[-1]
     threads = run.threads[-1]
     shown = [OURS, *owners]
-    versions = [
-        f"{look.name} {run.versions[name]}" for name, look in LOOKS.items() if name in shown
-    ]
+    known = {name: version for each in runs for name, version in each.versions.items()}
+    versions = [f"{look.name} {known[name]}" for name, look in LOOKS.items() if name in shown]
     number = f"{threads} thread{'s' * (threads > 1)}"
     return f"{run.machine['cpu']} ({run.isa}), {number};  {', '.join(versions)}"
 

@@ -102,6 +102,8 @@ class Memory:
     ----------
     result
         Of which so many are the result, which each of them allocates.
+    failed
+        Why there is no peak, for the candidates whose process ended otherwise.
     """
 
     cell: str
@@ -109,6 +111,7 @@ class Memory:
     threads: int
     result: int
     peak: dict[str, int]
+    failed: dict[str, str]
 
 
 @dataclass

@@ -15,6 +15,7 @@ from tileattn.bench.records import (
     Run,
 )
 from tileattn.bench.rounds import Spread, ratio
+from tileattn.bench.work import PARTS
 from tileattn.cost import format_bytes
 
 _ONE_THREAD = "1 thread"
@@ -31,7 +32,8 @@ def text(run: Run) -> str:
             lines += table.rows(group, cell)
     if run.memory is not None:
         lines += memory_heading(run.memory)
-        lines += [memory_row(run.memory, result) for result in run.memory.results]
+        for result in run.memory.results:
+            lines += memory_rows(run.memory, result)
     return "\n".join([*lines, *ending(run)])
 
 
@@ -59,8 +61,9 @@ def heading(run: Run) -> list[str]:
         lines += [
             "",
             f"Ratios are of times in one round: the median (lowest..highest) of {run.rounds}.",
-            "Above 1, tileattn is faster. The limit is the peak of FMAs (with bfloat16, of dot",
-            f"products) for GFLOP/s, reading for GB/s. Arrays are aligned as {run.alignment}.",
+            "Above 1, tileattn is faster; with %, a part of its time. The limit is the peak of",
+            "FMAs (with bfloat16, of dot products) for GFLOP/s, reading for GB/s. Arrays are",
+            f"aligned as {run.alignment}.",
         ]
     return lines
 
@@ -112,7 +115,10 @@ def _cells_of(result: Result) -> Iterator[dict[str, str]]:
             "time": duration(seconds),
             "rate": f"{result.amount / seconds:.1f} {result.unit}",
             "% of limit": _spread(timing.of_limit, 100, 1),
-            **{name: _spread(of, 1, 2) for name, of in ratios.items()},
+            **{
+                name: _spread(of, 100, 0) + " %" if name in PARTS else _spread(of, 1, 2)
+                for name, of in ratios.items()
+            },
             "error": ", ".join(f"{error:.1e} {name}" for name, error in result.errors.items()),
         }
 
@@ -128,13 +134,16 @@ def memory_heading(memory: MemoryResults) -> list[str]:
     return ["", "memory, at the peak of a call, beside its inputs", names]
 
 
-def memory_row(memory: MemoryResults, result: Memory) -> str:
+def memory_rows(memory: MemoryResults, result: Memory) -> Iterator[str]:
+    """Of a cell, and why candidates failed on it."""
     sizes = {"result": result.result, **result.peak}
     columns = [
         format_bytes(sizes[name]) if name in sizes else "-"
         for name in ("result", OURS, *memory.peers)
     ]
-    return _memory_line(memory, result.cell, str(result.threads), columns)
+    yield _memory_line(memory, result.cell, str(result.threads), columns)
+    for name, why in result.failed.items():
+        yield f"{result.cell}: {name} failed: {why}"
 
 
 def _memory_line(memory: MemoryResults, cell: str, threads: str, columns: Sequence[str]) -> str:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from tileattn import _core
 
-#: Long enough for the threads of OpenMP, OpenBLAS and onnxruntime to stop spinning, in seconds.
-PAUSE = 0.02
+#: Seconds of rest before another's turn. Threads of a BLAS or an OpenMP runtime spin on for some
+#: 30 ms after a call, and would take the cores from whoever is timed next.
+PAUSE = 0.05
 #: A turn repeats a call until this much time has passed, in seconds.
 TURN = 0.02
 #: The first call after a change of candidates takes up to 30% longer, if it takes less than this.

@@ -51,7 +51,7 @@ class Work:
     cell: Cell
     candidates: dict[str, Candidate]
     exact: Callable[[], Array]
-    streams: list[tuple[Array, ...]]
+    streams: Sequence[tuple[Array, ...]]
     turn: Iterator[int]
 
     def limit(self, threads: int) -> Turn:
