@@ -1,7 +1,9 @@
 """A real language model end to end: SmolLM2's logits and text, and the program around them."""
 
 import itertools
+import json
 import math
+import statistics
 import sys
 import tracemalloc
 
@@ -338,8 +340,10 @@ def test_command_takes_weights_and_cache(answer, tokenizer, capsys):
 
 
 @models
-def test_command_compares_decoders(tokenizer, answer, capsys):
-    assert main([QUESTION, "--tokens", "3", "--with", "numpy", "--compare", "--rounds", "2"]) == 0
+def test_command_compares_decoders(tokenizer, answer, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = ["--tokens", "3", "--with", "numpy", "--compare", "--rounds", "2"]
+    assert main([QUESTION, *options, "--json", str(tmp_path / "run.json")]) == 0
     captured = capsys.readouterr()
     prompt, tokens, _ = answer
     text, table = captured.out.split("\n\n", 1)
@@ -351,6 +355,13 @@ def test_command_compares_decoders(tokenizer, answer, capsys):
         assert float(row[1]) > 0
         assert float(row[-1]) < 2 * TOLERANCE
     assert captured.err.startswith("numpy: prompt")
+    figures = json.loads((tmp_path / "run.json").read_text())
+    assert figures["tokens"] == {"prompt": len(prompt), "answer": 3}
+    for name, parts in figures["seconds"].items():
+        (row,) = (row for row in rows if row[0] == name)
+        assert float(row[1]) == pytest.approx(
+            len(prompt) / statistics.median(parts["prompt"]), abs=0.05
+        )
 
 
 @models
@@ -589,6 +600,11 @@ def test_errors_of_the_command(capsys, monkeypatch):
     message = "--weights and --cache are tileattn's, not --with numpy's"
     command_fails(capsys, ["q", "--with", "numpy", "--weights", "int4"], message)
     command_fails(capsys, ["q", "--with", "numpy", "--cache", "float16"], message)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    command_fails(capsys, ["q", "--compare"], "set OMP_NUM_THREADS=1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command_fails(capsys, ["q", "--json", "x"], "give both")
+    command_fails(capsys, ["q", "--compare", "--json", "."], "--json . is a directory")
 
 
 def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):

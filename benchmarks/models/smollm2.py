@@ -26,6 +26,7 @@ import argparse
 import codecs
 import importlib
 import math
+import os
 import statistics
 import sys
 import time
@@ -680,6 +681,8 @@ def _run(options: argparse.Namespace) -> None:
         raise CommandError(f"--weights and --cache are tileattn's, not --with {options.decoder}'s")
     if absent := " ".join(missing(options.decoder)):
         raise CommandError(f"--with {options.decoder} needs more: pip install {absent}")
+    if options.compare and os.environ.get("OMP_NUM_THREADS") != "1":
+        raise CommandError("--compare is of one thread for each: set OMP_NUM_THREADS=1")
     if options.json:
         if not options.compare:
             raise CommandError("--json is of what --compare measures: give both")
@@ -737,7 +740,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "(default: 1)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
     parser.add_argument("--compare", action="store_true",
-                        help="then measure every installed decoder on it")  # fmt: skip
+                        help="then measure every installed decoder on it, on one thread "
+                        "(OMP_NUM_THREADS=1)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7,
                         help="of measurement with --compare (default: 7)")  # fmt: skip
     parser.add_argument("--json", metavar="FILE",
