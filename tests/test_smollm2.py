@@ -1,5 +1,6 @@
 """A real language model end to end: SmolLM2's logits and text, and the program around them."""
 
+import io
 import itertools
 import json
 import math
@@ -593,6 +594,8 @@ def command_fails(capsys, arguments, match):
 def test_errors_of_the_command(capsys, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: pytest.fail("fetched in vain"))
     command_fails(capsys, [" "], "the prompt is empty")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    command_fails(capsys, ["-"], "the prompt is empty")
     command_fails(capsys, ["q", "--tokens", "0"], "--tokens is 0")
     command_fails(capsys, ["q", "--rounds", "0"], "--rounds is 0")
     command_fails(capsys, ["q", "--top-p", "2"], "top_p is 2.0")

@@ -672,7 +672,8 @@ def timed_steps(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Tur
 
 
 def _run(options: argparse.Namespace) -> None:
-    if not options.prompt.strip():
+    question = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not question.strip():
         raise CommandError("the prompt is empty")
     for name in ("tokens", "rounds"):
         if (value := getattr(options, name)) < 1:
@@ -693,7 +694,7 @@ def _run(options: argparse.Namespace) -> None:
         raise CommandError(str(error)) from None
     weights, tokenizer = load(fetch(SMOLLM2))
     encode = tokenizer.encode if options.plain else tokenizer.chat
-    prompt = encode(options.prompt)
+    prompt = encode(question)
     room = weights.config.context - len(prompt)
     if room < 1:
         raise CommandError(
@@ -722,7 +723,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.models.smollm2",
         description="Stream the answer of a small language model to a question.",
     )
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", help="the question; - reads it from standard input")
     parser.add_argument("--with", dest="decoder", choices=DECODERS, default="tileattn",
                         help="what computes attention; with torch and transformers, what computes "
                         "the whole model (default: tileattn)")  # fmt: skip
