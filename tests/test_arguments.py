@@ -1087,6 +1087,7 @@ LINEAR_FAULTS = {
     "b_qkv alone": ({"b_qkv": random(0, 64)}, TypeError, ["b_qkv", "w_qkv"]),
     "both": ({"w_qkv": random(0, 64, D)}, TypeError, ["w_qkv", "w_q"]),
     "rows of w_qkv": ({**PACKED, "w_qkv": random(0, 65, D)}, ValueError, ["w_qkv", "8", (65, D)]),
+    "number as w_qkv": ({**PACKED, "w_qkv": 0.5}, ValueError, ["w_qkv", "8", ()]),
     "no rows of w_qkv": ({**PACKED, "w_qkv": np.ones((0, D))}, ValueError, ["w_qkv", "8", (0, D)]),
     "bias of w_qkv": ({**PACKED, "b_qkv": random(0, 9)}, ValueError, ["b_qkv", (9,), "(64,)"]),
     "b_k beside w_qkv": ({**PACKED, "b_k": random(0, K * H)}, TypeError, ["w_qkv", "b_k"]),

@@ -126,6 +126,12 @@ def test_totals_are_sums_and_keep_softmax_and_norm_apart():
     assert math.isnan(cost.rows[SOFTMAX].intensity)
 
 
+def test_intensity_beyond_the_floats_is_infinite():
+    cost = attention_block_cost(1, 10**320, 1, 1, 1, 10**320)
+    assert cost.rows[SCORE].intensity == math.inf
+    assert "inf" in str(cost)
+
+
 def test_sizes_that_no_array_could_have_are_exact():
     T = 10**9 + 7
     assert attention_block_cost(1, T, 1, 1, 1, 1, is_causal=True).visible_pairs == T * (T + 1) // 2

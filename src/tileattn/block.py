@@ -814,12 +814,13 @@ def _from_linear_arguments(
         if any(given):
             raise TypeError("w_qkv already holds what w_q, w_k, w_v, b_q, b_k and b_v would")
         packed = _check_matrix("w_qkv", w_qkv)
-        rows = packed.shape[0]
-        if len(packed.shape) != 2 or 0 in packed.shape or rows % (N + 2 * K) != 0:
+        shape = packed.shape
+        if len(shape) != 2 or 0 in shape or shape[0] % (N + 2 * K) != 0:
             raise ValueError(
                 f"w_qkv must have the shape [(N + 2K) * H, D] with N + 2K = {N + 2 * K}, "
-                f"not {packed.shape}"
+                f"not {shape}"
             )
+        rows = shape[0]
         H = rows // (N + 2 * K)
         cuts = [N * H, (N + K) * H]
         is_quantized = isinstance(packed, QuantizedMatrix)

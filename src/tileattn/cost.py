@@ -67,7 +67,7 @@ class OperationCost:
     @property
     def intensity(self) -> float:
         """Arithmetic intensity, FLOPs for each byte moved; NaN where no byte moves."""
-        return self.flops / self.bytes if self.bytes else float("nan")
+        return _ratio(self.flops, self.bytes)
 
     @property
     def output_text(self) -> str:
@@ -122,7 +122,7 @@ class BlockCost:
     @property
     def intensity(self) -> float:
         """Matmul FLOPs for each byte moved; NaN where no byte moves."""
-        return self.matmul_flops / self.bytes if self.bytes else float("nan")
+        return _ratio(self.matmul_flops, self.bytes)
 
     def sizes_text(self) -> str:
         """One line: the sizes, and how many of the (query, key) pairs are visible.
@@ -168,6 +168,15 @@ class BlockCost:
         )
         other = ("FLOPs of softmax and LayerNorm", format_count(self.other_flops), "", "", "", "")
         return f"{self.sizes_text()}\n\n{table_text(heading, body, [total, other], left={0, 5})}"
+
+
+def _ratio(flops: int, bytes_moved: int) -> float:
+    if not bytes_moved:
+        return float("nan")
+    try:
+        return flops / bytes_moved
+    except OverflowError:  # of integers; sizes may be of any
+        return float("inf")
 
 
 def attention_block_cost(
