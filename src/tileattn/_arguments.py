@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -35,6 +36,16 @@ OFFSET_LIMIT = 1 << 60
 
 # The integers up to it are float64 too.
 POSITION_LIMIT = 1 << 53
+
+# DLPack's numbers of what the CPU reads as its own memory: that, and what CUDA or ROCm pinned.
+HOST_DEVICES = (1, 3, 11)
+DEVICES = {2: "CUDA", 8: "Metal", 10: "ROCm", 14: "oneAPI"}
+
+# What comes with every step, and has no device: looking for one would take longer than reading it.
+PLAIN = (float, int, list, np.ndarray)
+
+# A copy that takes long is not made in silence.
+TO_CPU = "copy it to the CPU first: .cpu() in PyTorch, .get() in CuPy, jax.device_get(x) in JAX"
 
 
 #: Characters of a message that repeats what a file or a command line holds.
@@ -1018,13 +1029,9 @@ def check_rope_inputs(
         wrong = first_outside(positions, 0, POSITION_LIMIT)
         raise ValueError(f"positions must lie between 0 and 2**53, got {wrong}")
     if out is not None:
-        given = as_array("out", out)
-        in_place = (given.ctypes.data, given.shape, given.strides) == (
-            x.ctypes.data,
-            x.shape,
-            x.strides,
-        )
-        out = check_out(out, x.shape, x.dtype, x=None if in_place else x)
+        out = check_out(out, x.shape, x.dtype)
+        if (out.ctypes.data, out.strides) != (x.ctypes.data, x.strides):
+            _check_apart(out, x=x)
     return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim, out)
 
 
@@ -1044,17 +1051,63 @@ def fit_rotary_dim(rotary_dim: int | None, H: int, prefix: str = "") -> int:
 
 
 def as_array(name: str, value: npt.ArrayLike) -> Array:
+    """What has an array (`__array__`, `__array_interface__`, DLPack) as one, in place."""
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, and its mask would be lost: fill it with .filled(value)"
         )
+    is_plain = isinstance(value, PLAIN)
+    if not is_plain:
+        _check_device(name, value)
     try:
+        return np.asarray(value) if is_plain else _read(value)
+    except MemoryError:
+        raise
+    except Exception as error:  # such as rows of several lengths, or a gradient that would be lost
+        refusal = ValueError if isinstance(error, ValueError) else TypeError
+        raise refusal(f"{name}{_type_of(value)} gives no array: {error}") from error
+
+
+def _check_device(name: str, value: Any) -> None:
+    """Raise if the memory is not the CPU's; what does not say so is a matter of its `__array__`."""
+    try:
+        if hasattr(value, "__dlpack_device__"):
+            kind, number = value.__dlpack_device__()
+            if kind in HOST_DEVICES:
+                return
+            device = f"{DEVICES.get(kind, f'DLPack type {kind:d}')} device {number}"
+        elif hasattr(value, "__cuda_array_interface__"):
+            device = "a CUDA device"
+        else:
+            return
+    except Exception as error:
+        raise TypeError(
+            f"{name}{_type_of(value)} is on an unknown device: {error}; {TO_CPU}"
+        ) from error
+    raise TypeError(f"{name}{_type_of(value)} is on {device}; {TO_CPU}")
+
+
+def _read(value: Any) -> Array:
+    if not hasattr(value, "__dlpack__"):
         return np.asarray(value)
-    except (TypeError, ValueError) as error:  # such as rows of several lengths
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name} is no array: {error}") from error
+    torch: Any = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    # As integers, since torch and NumPy's DLPack have no such type in common; but with a gradient,
+    # which would be lost in silence, it is torch that refuses below.
+    if is_tensor and value.dtype == torch.bfloat16 and not value.requires_grad:
+        return np.asarray(value.view(torch.int16)).view(bfloat16_type("bfloat16"))
+    return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+
+
+def bfloat16_type(name: str) -> np.dtype[Any]:
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError(f"{name} needs the package ml_dtypes: pip install ml_dtypes") from None
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def check_array(
@@ -1085,14 +1138,14 @@ def _check_floats(
         if native not in FLOAT_TYPES and not (halves and is_half(native)):
             types = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
             raise TypeError(
-                f"{name} must be {types}, not {given}; convert it with .astype(np.float32)"
+                f"{name}{_type_of(value)} must be {types}, not {given}; convert it with "
+                ".astype(np.float32)"
             )
     if dtype is not None and native != dtype:
         if like:
-            kind = "" if isinstance(value, np.ndarray) else f" (a {type(value).__name__})"
             raise TypeError(
-                f"{name}{kind} has dtype {given}, but {like} has {dtype}; make both arrays of "
-                "one dtype (with .astype)"
+                f"{name}{_type_of(value)} has dtype {given}, but {like} has {dtype}; make both "
+                "arrays of one dtype (with .astype)"
             )
         raise TypeError(f"{name} has dtype {given}, expected {dtype}; convert it with .astype")
     if native == given and _has_whole_strides(array):
@@ -1100,6 +1153,10 @@ def _check_floats(
     # What a stride of 0 repeats is copied once.
     once = array[(*(slice(None if step else 1) for step in array.strides), ...)]
     return np.broadcast_to(once.astype(native), array.shape)
+
+
+def _type_of(value: Any) -> str:
+    return "" if isinstance(value, np.ndarray) else f" (of type {type(value).__name__})"
 
 
 def check_stored_type(name: str, stored: np.dtype[Any], dtype: np.dtype[Any]) -> None:
@@ -1505,7 +1562,10 @@ def check_out(
 ) -> Array:
     """The output as an array that is no subclass, whose attributes could say anything."""
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
-        raise TypeError(f"out must be a plain NumPy array, not {type(out).__name__}")
+        raise TypeError(
+            f"out must be a plain NumPy array, not {type(out).__name__}; for a tensor of the CPU, "
+            "out=tensor.numpy()"
+        )
     array = as_array("out", out)
     if array.dtype != dtype and not (is_half(dtype) and array.dtype == np.float32):
         either = f"{dtype} or float32" if is_half(dtype) else dtype
@@ -1518,10 +1578,14 @@ def check_out(
         raise ValueError("out must be aligned to its elements")
     if overlaps_itself(array):
         raise ValueError("out must have a place of its own in memory for each element")
-    for name, other in inputs.items():
-        if other is not None and overlaps(array, other):
-            raise ValueError(f"out overlaps {name} in memory; pass an array of its own")
+    _check_apart(array, **inputs)
     return array[...]  # a view, as in check_array
+
+
+def _check_apart(out: Array, **inputs: Array | None) -> None:
+    for name, other in inputs.items():
+        if other is not None and overlaps(out, other):
+            raise ValueError(f"out overlaps {name} in memory; pass an array of its own")
 
 
 def overlaps(a: Array, b: Array) -> bool:

@@ -19,6 +19,7 @@ from tileattn._arguments import (
     Integers,
     Window,
     arithmetic_type,
+    bfloat16_type,
     bounds,
     check_arithmetic,
     check_array,
@@ -625,12 +626,7 @@ def _check_size(name: str, value: Any) -> int:
 
 def _check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     if isinstance(dtype, str) and dtype == "bfloat16":
-        try:
-            from ml_dtypes import bfloat16 as dtype
-        except ImportError:
-            raise TypeError(
-                "dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes"
-            ) from None
+        dtype = bfloat16_type("dtype 'bfloat16'")
     allowed = "int8, float16, bfloat16, float32 or float64"
     try:
         native = np.dtype(dtype).newbyteorder("=")

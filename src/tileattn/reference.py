@@ -35,11 +35,15 @@ from tileattn._arguments import (
     Weight,
     Window,
     arithmetic_type,
+    as_array,
     check_attention,
     check_attention_weights,
+    check_bias,
     check_block_inputs,
     check_block_weights,
     check_flag,
+    check_integers,
+    check_mask,
     check_norm_inputs,
     check_rope_inputs,
     check_states,
@@ -128,11 +132,11 @@ def visible(
     left, right = check_window(local_window_size) or (-1, -1)
     sees = np.ones((B, T, S), dtype=bool)
 
-    def per_sequence(value: npt.ArrayLike) -> Array:
-        return np.broadcast_to(np.asarray(value, dtype=np.int64), (B,))[:, None, None]
+    def per_sequence(name: str, value: npt.ArrayLike) -> Array:
+        return check_integers(name, value, B, scalar=True)[:, None, None]
 
     # Not j <= t + offset and the like: that sum could overflow.
-    offset = per_sequence(0 if query_offset is None else query_offset)
+    offset = per_sequence("query_offset", 0 if query_offset is None else query_offset)
     if is_causal:
         sees &= j - t <= offset
     if left >= 0:
@@ -140,16 +144,18 @@ def visible(
     if right >= 0:
         sees &= j - t - right <= offset
     if query_lengths is not None:
-        sees &= t < per_sequence(query_lengths)
+        sees &= t < per_sequence("query_lengths", query_lengths)
     if key_value_lengths is not None:
-        sees &= j < per_sequence(key_value_lengths)
+        sees &= j < per_sequence("key_value_lengths", key_value_lengths)
     if mask is None and bias is None:
         return sees
     sees = sees[:, None]
     if mask is not None:
-        sees = sees & np.asarray(mask, dtype=bool)
+        mask = as_array("mask", mask)
+        sees = sees & check_mask(mask, np.broadcast_shapes(mask.shape, sees.shape))
     if bias is not None:
-        sees = sees & (np.asarray(bias) != -np.inf)
+        bias = as_array("bias", bias)
+        sees = sees & (check_bias(bias, np.broadcast_shapes(bias.shape, sees.shape)) != -np.inf)
     return sees
 
 
