@@ -49,6 +49,29 @@ def test_results_are_arrays() -> None:
     assert_type(tileattn.QuantizedMatrix.from_float(arrays(4, 8)).dequantize(), Array)
 
 
+class Tensor:
+    """With what every library has."""
+
+    def __init__(self, array: npt.NDArray[np.float32]) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.array.__dlpack__(**options)
+
+
+def test_dlpack_is_enough() -> None:
+    x = Tensor(arrays(3, 2, 8))
+    assert_type(tileattn.dot_product_attention(x, x, x, mask=np.True_), Array)
+    assert_type(reference.dot_product_attention(x, x, x, sinks=Tensor(arrays(2))), Array)
+    assert_type(tileattn.apply_rope(x, range(3)), Array)
+    assert_type(tileattn.LayerNorm(Tensor(arrays(8)))(x), Array)
+    with pytest.raises(TypeError, match="object"):
+        tileattn.dot_product_attention(x, object(), x)  # type: ignore[call-overload]
+
+
 def test_a_block_and_its_caches() -> None:
     w, w_o, x = arrays(16, 2, 8), arrays(2, 8, 16), arrays(1, 3, 16)
     block = tileattn.AttentionBlock(w, w, w, w_o, norm=tileattn.RMSNorm(), is_causal=True)

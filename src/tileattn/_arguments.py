@@ -10,13 +10,23 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tileattn._core import Scores, Visibility
 
+
+class SupportsDLPack(Protocol):
+    """An array of another library, which need not have more in common with NumPy's."""
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+    def __dlpack__(self) -> Any: ...
+
+
+ArrayLike: TypeAlias = npt.ArrayLike | SupportsDLPack
 Array: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Bool: TypeAlias = npt.NDArray[np.bool_]
@@ -121,8 +131,8 @@ class NormParameters(SetOnce):
 
     def __init__(
         self,
-        weight: npt.ArrayLike | None = None,
-        bias: npt.ArrayLike | None = None,
+        weight: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
         eps: float = 1e-5,
     ) -> None:
         self.weight = check_vector("weight", weight)
@@ -392,21 +402,21 @@ class BlockInputs(NamedTuple):
 
 
 def check_attention(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    bias: npt.ArrayLike | None,
-    mask: npt.ArrayLike | None,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
     scale: float | None,
     softcap: float | None,
     is_causal: bool,
-    query_offset: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
     local_window_size: Window,
-    query_seq_lengths: npt.ArrayLike | None,
-    key_value_seq_lengths: npt.ArrayLike | None,
-    alibi_slopes: npt.ArrayLike | None,
-    sinks: npt.ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    sinks: ArrayLike | None,
     arithmetic: str | None,
     out: Array | None,
 ) -> AttentionArguments:
@@ -461,19 +471,19 @@ def check_attention(
 
 
 def check_varlen(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
-    cu_seqlens_q: npt.ArrayLike,
-    cu_seqlens_k: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
     *,
     scale: float | None,
     softcap: float | None,
     is_causal: bool,
-    query_offset: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
     local_window_size: Window,
-    alibi_slopes: npt.ArrayLike | None,
-    sinks: npt.ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    sinks: ArrayLike | None,
     arithmetic: str | None,
     out: Array | None,
 ) -> VarlenArguments:
@@ -523,22 +533,22 @@ def check_varlen(
 
 
 def check_attention_weights(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    lse: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    lse: ArrayLike,
     *,
-    rows: npt.ArrayLike | None,
+    rows: ArrayLike | None,
     reduce: str | None,
-    bias: npt.ArrayLike | None,
-    mask: npt.ArrayLike | None,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
     scale: float | None,
     softcap: float | None,
     is_causal: bool,
-    query_offset: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
     local_window_size: Window,
-    query_seq_lengths: npt.ArrayLike | None,
-    key_value_seq_lengths: npt.ArrayLike | None,
-    alibi_slopes: npt.ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
     out: Array | None,
 ) -> WeightsArguments:
     """Check a call that asks for weights, given the LSE of the rows."""
@@ -600,11 +610,11 @@ def check_attention_weights(
 
 
 def check_states(
-    out_a: npt.ArrayLike,
-    lse_a: npt.ArrayLike,
-    out_b: npt.ArrayLike,
-    lse_b: npt.ArrayLike,
-    more: tuple[npt.ArrayLike, ...],
+    out_a: ArrayLike,
+    lse_a: ArrayLike,
+    out_b: ArrayLike,
+    lse_b: ArrayLike,
+    more: tuple[ArrayLike, ...],
 ) -> list[tuple[Array, Array]]:
     """Check two or more pairs of results and their LSE; all of one shape and type."""
     if len(more) % 2:
@@ -629,7 +639,7 @@ def check_states(
     return parts
 
 
-def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, Array, bool]:
+def check_queries_and_keys(q: ArrayLike, k: ArrayLike) -> tuple[Array, Array, bool]:
     """Returns q and k with the B axis in place, and whether it was given.
 
     They may be the arrays themselves, not views, which take a fiftieth of a small call each:
@@ -659,7 +669,7 @@ def check_queries_and_keys(q: npt.ArrayLike, k: npt.ArrayLike) -> tuple[Array, A
     return q, k, has_batch
 
 
-def check_values(v: npt.ArrayLike, q: Array, k: Array, has_batch: bool) -> Array:
+def check_values(v: ArrayLike, q: Array, k: Array, has_batch: bool) -> Array:
     """Returns v with the B axis in place; q and k have it already. It may be no view, too."""
     v = _check_floats("v", v, q.dtype, True, "q")
     if v.ndim != (4 if has_batch else 3):
@@ -681,15 +691,15 @@ def check_values(v: npt.ArrayLike, q: Array, k: Array, has_batch: bool) -> Array
 
 
 def check_block_weights(
-    w_q: npt.ArrayLike | HeadMatrix,
-    w_k: npt.ArrayLike | HeadMatrix,
-    w_v: npt.ArrayLike | HeadMatrix,
-    w_o: npt.ArrayLike | HeadMatrix,
+    w_q: ArrayLike | HeadMatrix,
+    w_k: ArrayLike | HeadMatrix,
+    w_v: ArrayLike | HeadMatrix,
+    w_o: ArrayLike | HeadMatrix,
     *,
-    b_q: npt.ArrayLike | None,
-    b_k: npt.ArrayLike | None,
-    b_v: npt.ArrayLike | None,
-    b_o: npt.ArrayLike | None,
+    b_q: ArrayLike | None,
+    b_k: ArrayLike | None,
+    b_v: ArrayLike | None,
+    b_o: ArrayLike | None,
     norm: NormParameters | None,
     norm_position: NormPosition,
     residual: bool,
@@ -700,7 +710,7 @@ def check_block_weights(
     softcap: float | None,
     is_causal: bool,
     local_window_size: Window,
-    sinks: npt.ArrayLike | None,
+    sinks: ArrayLike | None,
     weight_dtype: str | None,
     arithmetic: str | None,
 ) -> BlockWeights:
@@ -798,9 +808,7 @@ def check_arithmetic(arithmetic: str | None) -> Arithmetic | None:
     return cast(Arithmetic | None, check_choice("arithmetic", arithmetic, "float32"))
 
 
-def check_weight(
-    name: str, weight: npt.ArrayLike | HeadMatrix, dtype: np.dtype[Any] | None
-) -> Weight:
+def check_weight(name: str, weight: ArrayLike | HeadMatrix, dtype: np.dtype[Any] | None) -> Weight:
     """A float array, or a quantised matrix that from_linear has put in its place."""
     if isinstance(weight, QuantizedParameters):
         raise TypeError(
@@ -814,22 +822,22 @@ def check_weight(
 
 
 def check_block_inputs(
-    x: npt.ArrayLike,
-    context: npt.ArrayLike | CacheParameters | None,
+    x: ArrayLike,
+    context: ArrayLike | CacheParameters | None,
     D: int,
     Dc: int,
     heads: tuple[int, int, int, int],
     dtype: np.dtype[Any],
     *,
     cache: CacheParameters | None,
-    bias: npt.ArrayLike | None,
-    mask: npt.ArrayLike | None,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
     is_causal: bool,
     local_window_size: Window = None,
     has_rope: bool = False,
-    query_offset: npt.ArrayLike | None,
-    query_seq_lengths: npt.ArrayLike | None,
-    key_value_seq_lengths: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
     out: Array | None,
 ) -> BlockInputs:
     """Check a call of an attention block that is made for those widths, N, K, H, Hv and dtype."""
@@ -906,7 +914,7 @@ def _apart(array: Array | None, cache: CacheParameters) -> Array | None:
     return array.copy()
 
 
-def check_context(context: npt.ArrayLike | None, x: Array, D: int, Dc: int) -> Array | None:
+def check_context(context: ArrayLike | None, x: Array, D: int, Dc: int) -> Array | None:
     """Check the context, of width Dc, of a block for that x."""
     if context is None:
         if Dc != D:
@@ -929,7 +937,7 @@ def check_context(context: npt.ArrayLike | None, x: Array, D: int, Dc: int) -> A
 def check_cached_keys(
     B: int,
     T: int,
-    context: npt.ArrayLike | CacheParameters | None,
+    context: ArrayLike | CacheParameters | None,
     cache: CacheParameters | None,
     heads: tuple[int, int, int],
     dtype: np.dtype[Any],
@@ -938,9 +946,9 @@ def check_cached_keys(
     is_causal: bool,
     local_window_size: Window,
     has_rope: bool,
-    query_offset: npt.ArrayLike | None,
-    query_seq_lengths: npt.ArrayLike | None,
-    key_value_seq_lengths: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
 ) -> tuple[CacheSpan, Visibility, Integers | None]:
     """Check a block's call with a cache, or with a context that is one; heads are K, H, Hv.
 
@@ -985,7 +993,7 @@ def check_cached_keys(
 
 
 def check_norm_inputs(
-    x: npt.ArrayLike, residual: npt.ArrayLike | None, norm: NormParameters, out: Array | None
+    x: ArrayLike, residual: ArrayLike | None, norm: NormParameters, out: Array | None
 ) -> tuple[Array, Array | None, Array | None]:
     """Check x, what is added to it, and the output, for a norm with those parameters."""
     x = check_array("x", x)
@@ -1011,7 +1019,7 @@ class RopeInputs(NamedTuple):
 
 
 def check_rope_inputs(
-    x: npt.ArrayLike, positions: npt.ArrayLike, rotary_dim: int | None, out: Array | None
+    x: ArrayLike, positions: ArrayLike, rotary_dim: int | None, out: Array | None
 ) -> RopeInputs:
     """Check heads, and the positions that rotate them; `out` may be x."""
     x = check_array("x", x)
@@ -1050,7 +1058,7 @@ def fit_rotary_dim(rotary_dim: int | None, H: int, prefix: str = "") -> int:
     return rotary_dim
 
 
-def as_array(name: str, value: npt.ArrayLike) -> Array:
+def as_array(name: str, value: ArrayLike) -> Array:
     """What has an array (`__array__`, `__array_interface__`, DLPack) as one, in place."""
     if type(value) is np.ndarray:
         return value
@@ -1112,7 +1120,7 @@ def bfloat16_type(name: str) -> np.dtype[Any]:
 
 def check_array(
     name: str,
-    value: npt.ArrayLike,
+    value: ArrayLike,
     dtype: np.dtype[Any] | None = None,
     *,
     halves: bool = False,
@@ -1128,7 +1136,7 @@ def check_array(
 
 
 def _check_floats(
-    name: str, value: npt.ArrayLike, dtype: np.dtype[Any] | None, halves: bool, like: str
+    name: str, value: ArrayLike, dtype: np.dtype[Any] | None, halves: bool, like: str
 ) -> Array:
     array = as_array(name, value)
     native = given = array.dtype
@@ -1245,8 +1253,8 @@ def check_scores(
     scale: float | None,
     softcap: float | None,
     bias: Array | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    sinks: npt.ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
 ) -> Scores:
     """Check what q k^T goes through for inputs of that dtype. The bias is checked already."""
     return Scores(
@@ -1272,7 +1280,7 @@ def check_softcap(softcap: float | None, dtype: np.dtype[Any]) -> float:
     return cap
 
 
-def check_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...]) -> Bool | None:
+def check_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> Bool | None:
     """The mask as a view [B, N, T, S]; `shape` is that, or without B where the inputs are."""
     if mask is None:
         return None
@@ -1285,7 +1293,7 @@ def check_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...]) -> Bool | Non
     return _broadcast("mask", array, shape)
 
 
-def check_bias(bias: npt.ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
+def check_bias(bias: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
     """The bias as a view [B, N, T, S]; `shape` is that, or without B where the inputs are."""
     if bias is None:
         return None
@@ -1309,7 +1317,7 @@ def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def check_alibi_slopes(
-    alibi_slopes: npt.ArrayLike | None, B: int | None, N: int, dtype: np.dtype[Any]
+    alibi_slopes: ArrayLike | None, B: int | None, N: int, dtype: np.dtype[Any]
 ) -> Array | None:
     """Slopes as a copy [B, N], from [N] or [B, N]; B is None where the inputs have no such axis."""
     if alibi_slopes is None:
@@ -1330,7 +1338,7 @@ def check_alibi_slopes(
     return copy
 
 
-def check_sinks(sinks: npt.ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Array | None:
+def check_sinks(sinks: ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Array | None:
     """Sinks as a read-only copy [N]."""
     if sinks is None:
         return None
@@ -1377,11 +1385,11 @@ def check_visibility(
     S: int,
     *,
     is_causal: bool,
-    query_offset: npt.ArrayLike | None,
-    query_seq_lengths: npt.ArrayLike | None,
-    key_value_seq_lengths: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
     local_window_size: Window = None,
-    alibi_slopes: npt.ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
     has_rope: bool = False,
     mask: Bool | None = None,
 ) -> Visibility:
@@ -1404,7 +1412,7 @@ def check_visibility(
 def _what_needs_positions(
     is_causal: bool,
     window: tuple[int, int] | None,
-    alibi_slopes: npt.ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
     has_rope: bool = False,
 ) -> str | None:
     """The argument, if any, whose meaning depends on where the queries stand."""
@@ -1417,7 +1425,7 @@ def _what_needs_positions(
     return None if alibi_slopes is None else "alibi_slopes"
 
 
-def as_integers(name: str, value: npt.ArrayLike) -> Array:
+def as_integers(name: str, value: ArrayLike) -> Array:
     """An array of integers that int64 can hold."""
     array = as_array(name, value)
     kind = array.dtype.kind
@@ -1444,7 +1452,7 @@ def first_outside(integers: Array, lowest: int, highest: int) -> str:
     return f"{integers[index]} at index {index[0] if len(index) == 1 else index}"
 
 
-def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> Integers:
+def check_integers(name: str, value: ArrayLike, B: int, *, scalar: bool) -> Integers:
     """Integers of shape [B] as a copy in int64, from an int too where `scalar` says so.
 
     A copy, since loops trust what has been checked.
@@ -1458,7 +1466,7 @@ def check_integers(name: str, value: npt.ArrayLike, B: int, *, scalar: bool) -> 
     return array.astype(np.int64)
 
 
-def check_starts(name: str, value: npt.ArrayLike, packed: str, total: int) -> Integers:
+def check_starts(name: str, value: ArrayLike, packed: str, total: int) -> Integers:
     """Where each sequence starts, and the end of the last, as a copy [B + 1]."""
     array = as_integers(name, value)
     if array.ndim != 1 or array.size == 0:
@@ -1476,7 +1484,7 @@ def check_starts(name: str, value: npt.ArrayLike, packed: str, total: int) -> In
     return starts
 
 
-def check_rows(rows: npt.ArrayLike | None, T: int) -> Integers | None:
+def check_rows(rows: ArrayLike | None, T: int) -> Integers | None:
     """Positions of queries as a copy [R]."""
     if rows is None:
         return None
@@ -1490,7 +1498,7 @@ def check_rows(rows: npt.ArrayLike | None, T: int) -> Integers | None:
 
 
 def check_query_offset(
-    query_offset: npt.ArrayLike | None,
+    query_offset: ArrayLike | None,
     B: int,
     T: int,
     S: int,
@@ -1525,7 +1533,7 @@ def check_rope_offset(name: str, offset: Integers | None, T: int) -> None:
         )
 
 
-def check_lengths(name: str, value: npt.ArrayLike | None, B: int, limit: int) -> Integers | None:
+def check_lengths(name: str, value: ArrayLike | None, B: int, limit: int) -> Integers | None:
     if value is None:
         return None
     lengths = check_integers(name, value, B, scalar=False)
@@ -1539,7 +1547,7 @@ def check_lengths(name: str, value: npt.ArrayLike | None, B: int, limit: int) ->
 
 def check_vector(
     name: str,
-    value: npt.ArrayLike | None,
+    value: ArrayLike | None,
     shape: tuple[int, ...] | None = None,
     dtype: np.dtype[Any] | None = None,
 ) -> Array | None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tileattn import _core
 from tileattn._arguments import (
     Array,
+    ArrayLike,
     BlockArithmetic,
     BlockWeights,
     HeadMatrix,
@@ -46,9 +47,9 @@ class _Norm(NormParameters):
 
     def __call__(
         self,
-        x: npt.ArrayLike,
+        x: ArrayLike,
         *,
-        residual: npt.ArrayLike | None = None,
+        residual: ArrayLike | None = None,
         out: Array | None = None,
         num_threads: int | None = None,
     ) -> Array:
@@ -190,7 +191,7 @@ class RMSNorm(_Norm):
 
     subtract_mean = False
 
-    def __init__(self, weight: npt.ArrayLike | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, weight: ArrayLike | None = None, eps: float = 1e-6) -> None:
         super().__init__(weight, None, eps)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -307,15 +308,15 @@ class AttentionBlock(SetOnce):
 
     def __init__(
         self,
-        w_q: npt.ArrayLike,
-        w_k: npt.ArrayLike,
-        w_v: npt.ArrayLike,
-        w_o: npt.ArrayLike,
+        w_q: ArrayLike,
+        w_k: ArrayLike,
+        w_v: ArrayLike,
+        w_o: ArrayLike,
         *,
-        b_q: npt.ArrayLike | None = None,
-        b_k: npt.ArrayLike | None = None,
-        b_v: npt.ArrayLike | None = None,
-        b_o: npt.ArrayLike | None = None,
+        b_q: ArrayLike | None = None,
+        b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
         norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
         norm_position: NormPosition = "post",
         residual: bool = True,
@@ -326,7 +327,7 @@ class AttentionBlock(SetOnce):
         softcap: float | None = None,
         is_causal: bool = False,
         local_window_size: Window = None,
-        sinks: npt.ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         weight_dtype: WeightDtype | None = None,
         arithmetic: BlockArithmetic | None = None,
     ) -> None:
@@ -382,17 +383,17 @@ class AttentionBlock(SetOnce):
     @classmethod
     def from_linear(
         cls,
-        w_q: npt.ArrayLike | QuantizedMatrix | None = None,
-        w_k: npt.ArrayLike | QuantizedMatrix | None = None,
-        w_v: npt.ArrayLike | QuantizedMatrix | None = None,
-        w_o: npt.ArrayLike | QuantizedMatrix | None = None,
+        w_q: ArrayLike | QuantizedMatrix | None = None,
+        w_k: ArrayLike | QuantizedMatrix | None = None,
+        w_v: ArrayLike | QuantizedMatrix | None = None,
+        w_o: ArrayLike | QuantizedMatrix | None = None,
         *,
-        w_qkv: npt.ArrayLike | QuantizedMatrix | None = None,
-        b_q: npt.ArrayLike | None = None,
-        b_k: npt.ArrayLike | None = None,
-        b_v: npt.ArrayLike | None = None,
-        b_qkv: npt.ArrayLike | None = None,
-        b_o: npt.ArrayLike | None = None,
+        w_qkv: ArrayLike | QuantizedMatrix | None = None,
+        b_q: ArrayLike | None = None,
+        b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None,
+        b_qkv: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
         norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
@@ -405,7 +406,7 @@ class AttentionBlock(SetOnce):
         softcap: float | None = None,
         is_causal: bool = False,
         local_window_size: Window = None,
-        sinks: npt.ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         weight_dtype: WeightDtype | None = None,
         arithmetic: BlockArithmetic | None = None,
     ) -> AttentionBlock:
@@ -517,15 +518,15 @@ class AttentionBlock(SetOnce):
 
     def __call__(
         self,
-        x: npt.ArrayLike,
+        x: ArrayLike,
         *,
-        context: npt.ArrayLike | KVCache | None = None,
+        context: ArrayLike | KVCache | None = None,
         cache: KVCache | None = None,
-        bias: npt.ArrayLike | None = None,
-        mask: npt.ArrayLike | None = None,
-        query_offset: npt.ArrayLike | None = None,
-        query_seq_lengths: npt.ArrayLike | None = None,
-        key_value_seq_lengths: npt.ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        query_offset: ArrayLike | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
         out: Array | None = None,
         num_threads: int | None = None,
     ) -> Array:
@@ -595,7 +596,7 @@ class AttentionBlock(SetOnce):
             num_threads,
         )[0]
 
-    def profile(self, x: npt.ArrayLike, **options: Any) -> tuple[Array, list[tuple[str, float]]]:
+    def profile(self, x: ArrayLike, **options: Any) -> tuple[Array, list[tuple[str, float]]]:
         """Run the block and say how long its parts took.
 
         Parameters
@@ -644,14 +645,14 @@ class AttentionBlock(SetOnce):
 
     def _run(
         self,
-        x: npt.ArrayLike,
-        context: npt.ArrayLike | KVCache | None,
+        x: ArrayLike,
+        context: ArrayLike | KVCache | None,
         cache: KVCache | None,
-        bias: npt.ArrayLike | None,
-        mask: npt.ArrayLike | None,
-        query_offset: npt.ArrayLike | None,
-        query_seq_lengths: npt.ArrayLike | None,
-        key_value_seq_lengths: npt.ArrayLike | None,
+        bias: ArrayLike | None,
+        mask: ArrayLike | None,
+        query_offset: ArrayLike | None,
+        query_seq_lengths: ArrayLike | None,
+        key_value_seq_lengths: ArrayLike | None,
         out: Array | None,
         num_threads: int | None,
     ) -> tuple[Array, tuple[float, float, float]]:
@@ -703,9 +704,9 @@ class AttentionBlock(SetOnce):
 
     def context_cache(
         self,
-        context: npt.ArrayLike,
+        context: ArrayLike,
         *,
-        key_value_seq_lengths: npt.ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
         dtype: npt.DTypeLike | None = None,
         num_threads: int | None = None,
     ) -> KVCache:
@@ -789,16 +790,16 @@ class AttentionBlock(SetOnce):
 
 def _from_linear_arguments(
     *,
-    w_q: npt.ArrayLike | QuantizedMatrix | None = None,
-    w_k: npt.ArrayLike | QuantizedMatrix | None = None,
-    w_v: npt.ArrayLike | QuantizedMatrix | None = None,
-    w_o: npt.ArrayLike | QuantizedMatrix | None = None,
-    w_qkv: npt.ArrayLike | QuantizedMatrix | None = None,
-    b_q: npt.ArrayLike | None = None,
-    b_k: npt.ArrayLike | None = None,
-    b_v: npt.ArrayLike | None = None,
-    b_qkv: npt.ArrayLike | None = None,
-    b_o: npt.ArrayLike | None = None,
+    w_q: ArrayLike | QuantizedMatrix | None = None,
+    w_k: ArrayLike | QuantizedMatrix | None = None,
+    w_v: ArrayLike | QuantizedMatrix | None = None,
+    w_o: ArrayLike | QuantizedMatrix | None = None,
+    w_qkv: ArrayLike | QuantizedMatrix | None = None,
+    b_q: ArrayLike | None = None,
+    b_k: ArrayLike | None = None,
+    b_v: ArrayLike | None = None,
+    b_qkv: ArrayLike | None = None,
+    b_o: ArrayLike | None = None,
     num_heads: int,
     num_kv_heads: int | None,
 ) -> dict[str, Any]:
@@ -896,16 +897,16 @@ def _held(w: BlockWeights) -> str | tuple[str | None, ...] | None:
 
 
 def attention_block(
-    x: npt.ArrayLike,
-    w_q: npt.ArrayLike,
-    w_k: npt.ArrayLike,
-    w_v: npt.ArrayLike,
-    w_o: npt.ArrayLike,
+    x: ArrayLike,
+    w_q: ArrayLike,
+    w_k: ArrayLike,
+    w_v: ArrayLike,
+    w_o: ArrayLike,
     *,
-    b_q: npt.ArrayLike | None = None,
-    b_k: npt.ArrayLike | None = None,
-    b_v: npt.ArrayLike | None = None,
-    b_o: npt.ArrayLike | None = None,
+    b_q: ArrayLike | None = None,
+    b_k: ArrayLike | None = None,
+    b_v: ArrayLike | None = None,
+    b_o: ArrayLike | None = None,
     norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
     norm_position: NormPosition = "post",
     residual: bool = True,
@@ -916,16 +917,16 @@ def attention_block(
     softcap: float | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
-    sinks: npt.ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     weight_dtype: WeightDtype | None = None,
     arithmetic: BlockArithmetic | None = None,
-    context: npt.ArrayLike | KVCache | None = None,
+    context: ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
-    bias: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
-    query_offset: npt.ArrayLike | None = None,
-    query_seq_lengths: npt.ArrayLike | None = None,
-    key_value_seq_lengths: npt.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array:

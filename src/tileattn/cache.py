@@ -14,6 +14,7 @@ from tileattn._arguments import (
     POSITION_LIMIT,
     Arithmetic,
     Array,
+    ArrayLike,
     AttentionArguments,
     CacheParameters,
     Integers,
@@ -230,9 +231,9 @@ class KVCache(CacheParameters):
 
     def append(
         self,
-        k: npt.ArrayLike,
-        v: npt.ArrayLike,
-        seq_lengths: npt.ArrayLike | None = None,
+        k: ArrayLike,
+        v: ArrayLike,
+        seq_lengths: ArrayLike | None = None,
         *,
         num_threads: int | None = None,
     ) -> None:
@@ -302,15 +303,15 @@ class KVCache(CacheParameters):
     @overload
     def attend(
         self,
-        q: npt.ArrayLike,
+        q: ArrayLike,
         *,
         scale: float | None = ...,
         softcap: float | None = ...,
         is_causal: bool = ...,
         local_window_size: Window = ...,
-        query_seq_lengths: npt.ArrayLike | None = ...,
-        alibi_slopes: npt.ArrayLike | None = ...,
-        sinks: npt.ArrayLike | None = ...,
+        query_seq_lengths: ArrayLike | None = ...,
+        alibi_slopes: ArrayLike | None = ...,
+        sinks: ArrayLike | None = ...,
         return_lse: Literal[False] = ...,
         arithmetic: Arithmetic | None = ...,
         out: Array | None = ...,
@@ -320,15 +321,15 @@ class KVCache(CacheParameters):
     @overload
     def attend(
         self,
-        q: npt.ArrayLike,
+        q: ArrayLike,
         *,
         scale: float | None = ...,
         softcap: float | None = ...,
         is_causal: bool = ...,
         local_window_size: Window = ...,
-        query_seq_lengths: npt.ArrayLike | None = ...,
-        alibi_slopes: npt.ArrayLike | None = ...,
-        sinks: npt.ArrayLike | None = ...,
+        query_seq_lengths: ArrayLike | None = ...,
+        alibi_slopes: ArrayLike | None = ...,
+        sinks: ArrayLike | None = ...,
         return_lse: Literal[True],
         arithmetic: Arithmetic | None = ...,
         out: Array | None = ...,
@@ -338,15 +339,15 @@ class KVCache(CacheParameters):
     @overload
     def attend(
         self,
-        q: npt.ArrayLike,
+        q: ArrayLike,
         *,
         scale: float | None = ...,
         softcap: float | None = ...,
         is_causal: bool = ...,
         local_window_size: Window = ...,
-        query_seq_lengths: npt.ArrayLike | None = ...,
-        alibi_slopes: npt.ArrayLike | None = ...,
-        sinks: npt.ArrayLike | None = ...,
+        query_seq_lengths: ArrayLike | None = ...,
+        alibi_slopes: ArrayLike | None = ...,
+        sinks: ArrayLike | None = ...,
         return_lse: bool,
         arithmetic: Arithmetic | None = ...,
         out: Array | None = ...,
@@ -355,15 +356,15 @@ class KVCache(CacheParameters):
 
     def attend(
         self,
-        q: npt.ArrayLike,
+        q: ArrayLike,
         *,
         scale: float | None = None,
         softcap: float | None = None,
         is_causal: bool = True,
         local_window_size: Window = None,
-        query_seq_lengths: npt.ArrayLike | None = None,
-        alibi_slopes: npt.ArrayLike | None = None,
-        sinks: npt.ArrayLike | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         return_lse: bool = False,
         arithmetic: Arithmetic | None = None,
         out: Array | None = None,
@@ -480,7 +481,7 @@ class KVCache(CacheParameters):
         """
         self.truncate(0)
 
-    def truncate(self, lengths: npt.ArrayLike) -> None:
+    def truncate(self, lengths: ArrayLike) -> None:
         """Forget the positions from `lengths` on: a draft that was refused, or a whole sequence.
 
         Parameters
@@ -524,7 +525,7 @@ class KVCache(CacheParameters):
             longest = np.where(left == 0, 0, longest)
         self._set(left, longest)
 
-    def reorder(self, index: npt.ArrayLike) -> None:
+    def reorder(self, index: ArrayLike) -> None:
         """Let sequence b go on from what sequence ``index[b]`` was, as a beam search does.
 
         Only positions in use are copied, and at most one sequence a second time. An interrupt
@@ -605,7 +606,7 @@ class KVCache(CacheParameters):
                 f"{self._oldest[b]} on are left"
             )
 
-    def _check_input(self, name: str, value: npt.ArrayLike) -> Array:
+    def _check_input(self, name: str, value: ArrayLike) -> Array:
         array = check_array(name, value, halves=True)
         allowed = dict.fromkeys((self.dtype, arithmetic_type(self.dtype)))
         if array.dtype in allowed or (self.dtype == INT8 and is_half(array.dtype)):

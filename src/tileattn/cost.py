@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-import numpy.typing as npt
-
-from tileattn._arguments import as_array, check_int, check_lengths, check_visibility
+from tileattn._arguments import ArrayLike, as_array, check_int, check_lengths, check_visibility
 from tileattn._core import Visibility
 
 __all__ = [
@@ -191,9 +189,9 @@ def attention_block_cost(
     Hv: int | None = None,
     Dc: int | None = None,
     is_causal: bool = False,
-    query_offset: npt.ArrayLike | None = None,
-    query_seq_lengths: npt.ArrayLike | None = None,
-    key_value_seq_lengths: npt.ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     itemsize: int = 4,
 ) -> BlockCost:
     """Count what one call of the attention block costs.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy.typing as npt
-
 from tileattn import _core
-from tileattn._arguments import Arithmetic, Array, Window, check_attention, check_flag
+from tileattn._arguments import Arithmetic, Array, ArrayLike, Window, check_attention, check_flag
 from tileattn.config import resolve_threads
 
 
@@ -82,21 +80,21 @@ class Plan:
 
 
 def explain(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    bias: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = False,
-    query_offset: npt.ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
     local_window_size: Window = None,
-    query_seq_lengths: npt.ArrayLike | None = None,
-    key_value_seq_lengths: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    sinks: npt.ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
     arithmetic: Arithmetic | None = None,
     out: Array | None = None,

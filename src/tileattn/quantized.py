@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from tileattn._arguments import (
     Array,
+    ArrayLike,
     BlockWeights,
     HeadMatrix,
     QuantizedParameters,
@@ -82,9 +82,9 @@ class QuantizedMatrix(QuantizedParameters):
 
     def __init__(
         self,
-        values: npt.ArrayLike,
-        scales: npt.ArrayLike,
-        minima: npt.ArrayLike | None = None,
+        values: ArrayLike,
+        scales: ArrayLike,
+        minima: ArrayLike | None = None,
         *,
         bits: int = 8,
         group_size: int | None = None,
@@ -140,7 +140,7 @@ class QuantizedMatrix(QuantizedParameters):
 
     @classmethod
     def from_float(
-        cls, weights: npt.ArrayLike, *, bits: int = 8, group_size: int | None = None
+        cls, weights: ArrayLike, *, bits: int = 8, group_size: int | None = None
     ) -> QuantizedMatrix:
         """Round weights ``[out, in]`` as ``AttentionBlock(weight_dtype=...)`` does.
 
@@ -307,7 +307,7 @@ def _check_group_size(group_size: int | None, depth: int) -> int:
 
 
 def _check_scales(
-    name: str, scales: npt.ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
+    name: str, scales: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
 ) -> Array:
     scales = as_array(name, scales)[...]
     if scales.dtype not in (np.float16, np.float32) or (dtype and scales.dtype != dtype):

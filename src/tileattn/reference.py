@@ -25,6 +25,7 @@ from tileattn import attention
 from tileattn._arguments import (
     Arithmetic,
     Array,
+    ArrayLike,
     BlockArithmetic,
     Bool,
     CacheSpan,
@@ -88,12 +89,12 @@ def visible(
     S: int,
     *,
     is_causal: bool = False,
-    query_offset: npt.ArrayLike | None = None,
-    query_lengths: npt.ArrayLike | None = None,
-    key_value_lengths: npt.ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_lengths: ArrayLike | None = None,
+    key_value_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
-    mask: npt.ArrayLike | None = None,
-    bias: npt.ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
 ) -> Bool:
     """Say which query sees which key.
 
@@ -132,7 +133,7 @@ def visible(
     left, right = check_window(local_window_size) or (-1, -1)
     sees = np.ones((B, T, S), dtype=bool)
 
-    def per_sequence(name: str, value: npt.ArrayLike) -> Array:
+    def per_sequence(name: str, value: ArrayLike) -> Array:
         return check_integers(name, value, B, scalar=True)[:, None, None]
 
     # Not j <= t + offset and the like: that sum could overflow.
@@ -167,21 +168,21 @@ def _typed_as(_: Function) -> Callable[[Callable[..., Any]], Function]:
 @_typed_as(attention.dot_product_attention)
 @np.errstate(all="ignore")
 def dot_product_attention(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    bias: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = False,
-    query_offset: npt.ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
     local_window_size: Window = None,
-    query_seq_lengths: npt.ArrayLike | None = None,
-    key_value_seq_lengths: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    sinks: npt.ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
     arithmetic: Arithmetic | None = None,
     out: Array | None = None,
@@ -282,19 +283,19 @@ def dot_product_attention(
 @_typed_as(attention.varlen_attention)
 @np.errstate(all="ignore")
 def varlen_attention(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
-    cu_seqlens_q: npt.ArrayLike,
-    cu_seqlens_k: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
     *,
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = False,
-    query_offset: npt.ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
     local_window_size: Window = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    sinks: npt.ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
     arithmetic: Arithmetic | None = None,
     out: Array | None = None,
@@ -378,11 +379,11 @@ def varlen_attention(
 
 @np.errstate(all="ignore")
 def merge_states(
-    out_a: npt.ArrayLike,
-    lse_a: npt.ArrayLike,
-    out_b: npt.ArrayLike,
-    lse_b: npt.ArrayLike,
-    *more: npt.ArrayLike,
+    out_a: ArrayLike,
+    lse_a: ArrayLike,
+    out_b: ArrayLike,
+    lse_b: ArrayLike,
+    *more: ArrayLike,
     num_threads: int | None = None,
 ) -> tuple[Array, Array]:
     """Merge attention over parts of the keys into attention over all of them.
@@ -442,22 +443,22 @@ def merge_states(
 
 @np.errstate(all="ignore")
 def attention_weights(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    lse: npt.ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    lse: ArrayLike,
     *,
-    rows: npt.ArrayLike | None = None,
+    rows: ArrayLike | None = None,
     reduce: str | None = None,
-    bias: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = False,
-    query_offset: npt.ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
     local_window_size: Window = None,
-    query_seq_lengths: npt.ArrayLike | None = None,
-    key_value_seq_lengths: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array:
@@ -552,16 +553,16 @@ def attention_weights(
 
 @np.errstate(all="ignore")
 def attention_block(
-    x: npt.ArrayLike,
-    w_q: npt.ArrayLike,
-    w_k: npt.ArrayLike,
-    w_v: npt.ArrayLike,
-    w_o: npt.ArrayLike,
+    x: ArrayLike,
+    w_q: ArrayLike,
+    w_k: ArrayLike,
+    w_v: ArrayLike,
+    w_o: ArrayLike,
     *,
-    b_q: npt.ArrayLike | None = None,
-    b_k: npt.ArrayLike | None = None,
-    b_v: npt.ArrayLike | None = None,
-    b_o: npt.ArrayLike | None = None,
+    b_q: ArrayLike | None = None,
+    b_k: ArrayLike | None = None,
+    b_v: ArrayLike | None = None,
+    b_o: ArrayLike | None = None,
     norm: LayerNorm | RMSNorm | None = DEFAULT_NORM,
     norm_position: NormPosition = "post",
     residual: bool = True,
@@ -572,16 +573,16 @@ def attention_block(
     softcap: float | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
-    sinks: npt.ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     weight_dtype: WeightDtype | None = None,
     arithmetic: BlockArithmetic | None = None,
-    context: npt.ArrayLike | KVCache | None = None,
+    context: ArrayLike | KVCache | None = None,
     cache: KVCache | None = None,
-    bias: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
-    query_offset: npt.ArrayLike | None = None,
-    query_seq_lengths: npt.ArrayLike | None = None,
-    key_value_seq_lengths: npt.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array:
@@ -734,12 +735,12 @@ def _as_floats(matrix: Weight) -> Array:
 
 @np.errstate(all="ignore")
 def layer_norm(
-    x: npt.ArrayLike,
-    weight: npt.ArrayLike | None = None,
-    bias: npt.ArrayLike | None = None,
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     eps: float = 1e-5,
     *,
-    residual: npt.ArrayLike | None = None,
+    residual: ArrayLike | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array:
@@ -783,11 +784,11 @@ def layer_norm(
 
 @np.errstate(all="ignore")
 def rms_norm(
-    x: npt.ArrayLike,
-    weight: npt.ArrayLike | None = None,
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
     eps: float = 1e-6,
     *,
-    residual: npt.ArrayLike | None = None,
+    residual: ArrayLike | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array:
@@ -831,8 +832,8 @@ def rms_norm(
 
 @np.errstate(all="ignore")
 def apply_rope(
-    x: npt.ArrayLike,
-    positions: npt.ArrayLike,
+    x: ArrayLike,
+    positions: ArrayLike,
     *,
     theta: float = 10000.0,
     rotary_dim: int | None = None,
@@ -1070,7 +1071,7 @@ def _normalise(x: Float64, norm: NormParameters | None) -> Float64:
     return (y if norm.weight is None else y * _float64(norm.weight)) + _float64(norm.bias)
 
 
-def _float64(array: npt.ArrayLike | None) -> Float64:
+def _float64(array: ArrayLike | None) -> Float64:
     """The array in float64; what is not given is 0, which changes no sum."""
     return np.asarray(0.0 if array is None else array, dtype=np.float64)
 

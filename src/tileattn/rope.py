@@ -15,6 +15,7 @@ from tileattn import _core
 from tileattn._arguments import (
     POSITION_LIMIT,
     Array,
+    ArrayLike,
     Integers,
     RopeParameters,
     check_at_least,
@@ -599,8 +600,8 @@ class Rope(RopeParameters):
 
     def __call__(
         self,
-        x: npt.ArrayLike,
-        positions: npt.ArrayLike,
+        x: ArrayLike,
+        positions: ArrayLike,
         *,
         out: Array | None = None,
         num_threads: int | None = None,
@@ -662,8 +663,8 @@ class Rope(RopeParameters):
 
 
 def apply_rope(
-    x: npt.ArrayLike,
-    positions: npt.ArrayLike,
+    x: ArrayLike,
+    positions: ArrayLike,
     *,
     theta: float = 10000.0,
     rotary_dim: int | None = None,
