@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 
 import tileattn
 from tests.oracle import random, same_bits
@@ -20,6 +19,8 @@ from tileattn import (
     dot_product_attention,
     reference,
 )
+
+bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 
 WEIGHTS = 2.0**-8  # what a weight's rounding to bfloat16 may change of it
 FEW = 8  # query rows of a K/V head up to which float32 is faster

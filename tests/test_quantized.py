@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 
 import tileattn
 from tests.oracle import random, same_bits
@@ -22,6 +21,7 @@ def relative(got, exact):
 def rounded(w, weight_dtype):
     """Weights [out, in] as they are computed with, in float32."""
     if weight_dtype == "bfloat16":
+        bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
         return w.astype(bfloat16).astype(np.float32)
     return QuantizedMatrix.from_float(w, bits=BITS[weight_dtype]).dequantize()
 

@@ -6,9 +6,13 @@ import platform
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_double, c_int, c_ssize_t, c_void_p
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from tileattn import _core
+
+try:
+    from ml_dtypes import bfloat16
+except ImportError:
+    bfloat16 = np.void  # in the place of a dtype that no array can have then
 
 
 class GemmTile(Structure):
@@ -236,11 +240,11 @@ class Kernels:
             if name in PROTOTYPES:
                 function = CFUNCTYPE(*PROTOTYPES[name])
                 keys = WORDS if name in ("pack_words", "stream_tile", "convert_panel") else storages
-                value = (
-                    {d: function(at) for d, at in zip(keys, value, strict=True) if at}
-                    if isinstance(value, list)
-                    else function(value)
-                )
+                if isinstance(value, list):
+                    pairs = zip(keys, value, strict=True)
+                    value = {d: function(at) for d, at in pairs if at and d != np.void}
+                else:
+                    value = function(value)
             elif name == "dots":
                 value = Dots.from_address(value) if value else None
             setattr(self, name, value)

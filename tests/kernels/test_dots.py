@@ -4,10 +4,11 @@ import ctypes
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 
 from tests.kernels.kernels import DotTile, GemmTile, Kernels, address
 from tests.oracle import random, same_bits
+
+bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 
 LOT, WORDS, KEYS, ROWS = 16, 16, 32, 32
 ROUNDED = 256 + 32  # stride of weights as bfloat16

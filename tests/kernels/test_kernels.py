@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 
 from tests.kernels.kernels import (
     PROTOTYPES,
@@ -20,6 +19,7 @@ from tests.kernels.kernels import (
     State,
     Words,
 )
+from tests.oracle import HALVES
 
 HEADER = Path(__file__).parents[2] / "csrc" / "tileattn.h"
 C_TYPES = {"int": c_int, "ptrdiff_t": c_ssize_t, "double": c_double}
@@ -62,7 +62,7 @@ def test_every_kernel_of_the_table_has_a_prototype():
 def test_storages(kernels):
     """float64 has no narrow storage of its own; a row of anything can be loaded."""
     own = {kernels.dtype}
-    narrow = {np.dtype(bfloat16), np.dtype(np.float16)}
+    narrow = {np.dtype(half) for half in HALVES}
     stored = own | narrow if kernels.dtype == np.float32 else own
     for name in ("finish_row", "store_row", "merge_states"):
         assert set(getattr(kernels, name)) == stored

@@ -7,17 +7,16 @@ import ctypes
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 
 from tests.kernels.kernels import Kernels, address
 from tests.kernels.test_attention import finish, values, weigh
 from tests.kernels.test_pack import load_row, pack_columns, pack_rows
-from tests.oracle import Guarded, random, same_bits
+from tests.oracle import HALVES, Guarded, random, same_bits
 
-NARROW = [np.dtype(bfloat16), np.dtype(np.float16)]
+NARROW = [np.dtype(half) for half in HALVES]
 PATTERNS = np.arange(1 << 16).astype(np.uint16)
-STORAGE = {NARROW[0]: 1, NARROW[1]: 2}  # enum ta_storage
-QUIET = {NARROW[0]: 0x0040, NARROW[1]: 0x0200}
+STORAGE = dict(zip(NARROW, (2, 1), strict=False))  # enum ta_storage
+QUIET = dict(zip(NARROW, (0x0200, 0x0040), strict=False))
 
 
 @pytest.fixture(params=NARROW, ids=str)
@@ -82,9 +81,10 @@ def test_every_pattern_behind_the_last_whole_vector(f32, narrow):
 
 def boundaries(narrow):
     """float32: each number of the narrow type, each middle between two, and their neighbours."""
-    upper = PATTERNS[: 0x7F80 if narrow == bfloat16 else 0x7C00].view(narrow).astype(np.float64)
+    infinity = 0x7F80 if narrow.name == "bfloat16" else 0x7C00
+    upper = PATTERNS[:infinity].view(narrow).astype(np.float64)
     # The next step would lead to what infinity stands for: 2^128, 2^16.
-    beyond = 2.0 ** (128 if narrow == bfloat16 else 16)
+    beyond = 2.0 ** (128 if narrow.name == "bfloat16" else 16)
     middles = (upper + np.append(upper[1:], beyond)) / 2
     edges = np.concatenate([upper, middles]).astype(np.float32)
     assert np.array_equal(edges.astype(np.float64), np.concatenate([upper, middles]))

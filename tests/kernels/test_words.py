@@ -7,7 +7,6 @@ from ctypes import byref
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 
 from tests.kernels.kernels import GemmTile, Kernels, Words, address
 from tests.kernels.test_gemm import gemm
@@ -140,6 +139,7 @@ def test_words_hold_the_first_rows_lowest_and_zeros_beyond(f32, kind):
         for columns in (1, f32.vl + 1, f32.gemm_nr):
             width = f32.whole_vectors(columns)
             if kind == "bfloat16":
+                bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
                 src = random(depth, depth, columns)
                 src[0, 0] = np.nan
                 values = src.astype(bfloat16).view(np.uint16).astype(np.uint32)
