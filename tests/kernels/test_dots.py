@@ -238,7 +238,8 @@ def test_what_is_not_finite_is_dropped(kernels):
     v[0, 3], v[7, 9], v[19, 15] = np.nan, np.inf, -np.inf
     words = words_of(v)
     assert kernels.drop_strays(address(words), words.size) == 1
-    assert np.array_equal(words, words_of(np.where(np.isfinite(v.astype(np.float32)), v, 0)))
+    finite = np.isfinite(v.astype(np.float32))
+    assert np.array_equal(words, words_of(np.where(finite, v, bfloat16(0))))
 
 
 @pytest.mark.parametrize("key_begin, key_end", [(0, 0), (0, 40), (5, 33), (64, 96), (40, 41)])
@@ -288,7 +289,7 @@ def test_gemm_tiles(kernels, rows, columns):
             expected = multiply(
                 kernels,
                 a,
-                np.where(np.isnan(b_memory), 0, b_memory),
+                np.where(np.isnan(b_memory), bfloat16(0), b_memory),
                 np.pad(start, ((0, 0), (0, width - columns))) if accumulate else None,
             )[:, :columns]
             expected = expected if added is None else expected + bias
