@@ -16,7 +16,7 @@ import pytest
 
 import tileattn
 from tests.operations import operations, same
-from tileattn import _core
+from tileattn import _core, config
 
 ROOT = Path(__file__).parents[1]
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
@@ -418,28 +418,30 @@ def digest():
 
 
 @pytest.mark.parametrize(
-    "environment, expected",
+    "environment, limit",
     [
         ({"OMP_NUM_THREADS": "1"}, 1),
-        ({"OMP_NUM_THREADS": "2"}, None),
-        ({"OMP_NUM_THREADS": "4,2"}, None),
-        ({"OMP_NUM_THREADS": "0"}, None),
-        ({"OMP_NUM_THREADS": "-1"}, None),
-        ({"OMP_NUM_THREADS": "abc"}, None),
-        ({"OMP_NUM_THREADS": ""}, None),
+        ({"OMP_NUM_THREADS": "2"}, 2),
+        ({"OMP_NUM_THREADS": "1,2"}, 1),  # the second is that of regions within regions
+        ({"OMP_NUM_THREADS": "4,2"}, 4),
+        ({"OMP_NUM_THREADS": "0"}, config.UNLIMITED),
+        ({"OMP_NUM_THREADS": "-1"}, config.UNLIMITED),
+        ({"OMP_NUM_THREADS": "abc"}, config.UNLIMITED),
+        ({"OMP_NUM_THREADS": ""}, config.UNLIMITED),
         ({"OMP_THREAD_LIMIT": "1"}, 1),
-        ({"OMP_DYNAMIC": "true"}, None),
-        ({"OMP_PROC_BIND": "true"}, None),
-        ({"OMP_WAIT_POLICY": "passive"}, None),
-        ({"OMP_SCHEDULE": "static,1", "OMP_NESTED": "true"}, None),
-        ({"OMP_STACKSIZE": "128K"}, None),
+        ({"OMP_DYNAMIC": "true"}, config.UNLIMITED),
+        ({"OMP_PROC_BIND": "true"}, config.UNLIMITED),
+        ({"OMP_WAIT_POLICY": "passive"}, config.UNLIMITED),
+        ({"OMP_SCHEDULE": "static,1", "OMP_NESTED": "true"}, config.UNLIMITED),
+        ({"OMP_STACKSIZE": "128K"}, config.UNLIMITED),
     ],
     ids=str,
 )
-def test_openmps_environment(environment, expected, digest):
+def test_openmps_environment(environment, limit, digest, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads, got = run(COUNT, **environment).split()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert 1 <= int(threads) <= (expected or cpus)
+    assert int(threads) == min(limit, cpus, config._quota())
     assert got == digest
 
 
