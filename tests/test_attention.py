@@ -1182,7 +1182,3 @@ def test_sizes_beyond_any_address_space_raise_memory_error(isa):
     q = np.broadcast_to(np.float32(0), (1, 1, 1, H))
     with pytest.raises(MemoryError):
         dot_product_attention(q, q, np.zeros((1, 1, 1, 1), np.float32))
-
-
-def test_isa_under_test_is_the_active_one(isa):
-    assert tileattn.isa() == isa

@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import tileattn
 from tests.oracle import (
     HALVES,
     arithmetic,
@@ -781,10 +780,6 @@ def test_any_sequence_of_calls():
     run_state_machine_as_test(
         CacheMachine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None)
     )
-
-
-def test_isa_under_test_is_the_active_one(isa):
-    assert tileattn.isa() == isa
 
 
 @pytest.mark.parametrize("window", [None, 40])

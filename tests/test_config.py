@@ -220,6 +220,11 @@ def test_selecting_an_isa():
         _core.select_isa(before)
 
 
+@pytest.mark.every_isa
+def test_isa_under_test_is_the_active_one(isa):
+    assert tileattn.isa() == isa
+
+
 def test_show_config_says_what_a_report_needs(capsys):
     tileattn.set_num_threads(3)
     tileattn.show_config()

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tileattn
 from tests.oracle import HALVES, LAYOUTS, WRITABLE, Guarded, check_attention, random, same_bits
 from tileattn import dot_product_attention, reference, varlen_attention
 
@@ -219,7 +218,3 @@ def calls(draw):
 def test_random_calls(call):
     arrays, options, threads = call
     check_bits(arrays, options, num_threads=threads)
-
-
-def test_it_is_public():
-    assert tileattn.varlen_attention is varlen_attention
