@@ -1,7 +1,7 @@
 """The structs that the tests hand to the kernels are those of csrc/tileattn.h."""
 
 import re
-from ctypes import c_double, c_int, c_ssize_t, c_void_p
+from ctypes import POINTER, c_double, c_int, c_ssize_t, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,8 @@ import pytest
 from tests.kernels.kernels import (
     PROTOTYPES,
     AttentionTile,
+    Dots,
+    DotTile,
     GemmTile,
     MergeTile,
     Norm,
@@ -36,6 +38,7 @@ def struct_body(name):
     [
         ("ta_words", Words),
         ("ta_gemm_tile", GemmTile),
+        ("ta_dot_tile", DotTile),
         ("ta_score_options", ScoreOptions),
         ("ta_score_row", ScoreRow),
         ("ta_attention_tile", AttentionTile),
@@ -51,6 +54,26 @@ def test_struct_has_the_fields_of_the_header(name, mirror):
         c_type, pointer, field = re.fullmatch(r"(.*?)\s*(\*?)(\w+)", declaration).groups()
         fields.append((field, c_void_p if pointer else C_TYPES[c_type.removeprefix("const ")]))
     assert fields == list(mirror._fields_)
+
+
+@pytest.mark.any_isa
+def test_dots_have_the_functions_of_the_header():
+    functions = []
+    for result, field, arguments in re.findall(
+        r"(\w+) \(\*(\w+)\)\((.*?)\);", struct_body("ta_dots")
+    ):
+        types = [] if arguments == "void" else arguments.split(", ")
+        functions.append((field, result == "int", [argument_type(t) for t in types]))
+    mirrored = [(field, f._restype_ is c_int, list(f._argtypes_)) for field, f in Dots._fields_]
+    assert functions == mirrored
+
+
+def argument_type(declaration):
+    """What stands for a pointer to a struct is one to its mirror; to numbers, an address."""
+    c_type, pointer = re.fullmatch(r"(.*?)\s*(\*?)\w+", declaration.removeprefix("const ")).groups()
+    if not pointer:
+        return C_TYPES[c_type]
+    return POINTER(DotTile) if c_type == "ta_dot_tile" else c_void_p
 
 
 @pytest.mark.any_isa
