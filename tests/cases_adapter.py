@@ -12,19 +12,9 @@ import tileattn
 set_num_threads = tileattn.set_num_threads
 
 
-class NotSupported(BaseException):
-    """An option that tileattn does not have yet: no error, and no result to judge.
-
-    Not an Exception, so that no case takes it for the refusal it expects.
-    """
-
-
 def attention(q, k, v, **options):
     """Attention; the last query stands at the last key where nothing else is said."""
-    try:
-        return _attention(tileattn, q, k, v, **options)
-    except NotImplementedError as missing:
-        raise NotSupported(str(missing)) from None
+    return _attention(tileattn, q, k, v, **options)
 
 
 def _attention(module, q, k, v, *, query_offset=None, key_value_seq_lengths=None, **options):
