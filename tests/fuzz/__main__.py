@@ -15,6 +15,11 @@ import traceback
 import warnings
 from collections import Counter
 
+from tests.fuzz import OPERATIONS, SHARES
+from tests.fuzz.draw import Draw
+from tests.fuzz.judge import FaultError
+from tests.fuzz.judge import select as select_isa
+
 CASE_SECONDS = 90
 MEMORY = 12 << 30  # of address space; a call that wants more gets a MemoryError
 
@@ -32,9 +37,11 @@ def main():
     )
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else None
+    names = arguments.only.split(",") if arguments.only else sorted(OPERATIONS)
+    if unknown := set(names) - set(OPERATIONS):
+        parser.error(f"--only {','.join(sorted(unknown))}: not among {', '.join(OPERATIONS)}")
     if arguments.case is not None:
-        if names is None:
+        if arguments.only is None:
             parser.error("--case needs --only")
         return _case(arguments.seed, names[0], arguments.case)
     if arguments.child is not None:
@@ -43,10 +50,6 @@ def main():
 
 
 def _run(seed, name, number):
-    from tests.fuzz import OPERATIONS
-    from tests.fuzz.draw import Draw
-    from tests.fuzz.judge import select as select_isa
-
     draw = Draw(seed, name, number)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the oracle's; those of calls are errors there
@@ -62,12 +65,8 @@ def _case(seed, name, number):
 
 def _child(seed, names, number):
     """Cases from `number` on, until killed: says which one begins, and what came of it."""
-    from tests.fuzz import OPERATIONS, SHARES
-    from tests.fuzz.judge import FaultError
-
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    names = names or sorted(OPERATIONS)
     shares = [SHARES.get(name, 1) for name in names]
     say = os.fdopen(os.dup(1), "w", buffering=1)
     while True:

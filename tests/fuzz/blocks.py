@@ -228,11 +228,7 @@ def _call(draw, block, arguments, tolerance):
     given["out"] = output(draw, plain["x"].shape, block.dtype, [g.value for g in given.values()])
     call = Call(AttentionBlock.__call__, given, names=("D", "T", "S"), invoke=lambda v: block(**v))
     result = call()
-    fresh = (
-        {"out": np.full(plain["x"].shape, 7, block.dtype)}
-        if isinstance(call.out, np.ndarray)
-        else {}
-    )
+    fresh = call.fresh_out()
     kept = None if result is None else np.array(result)
     call.twice(draw, result, **fresh)
     if call.is_hostile or kept is None or arguments is None:

@@ -199,9 +199,7 @@ def _attend(draw, isa, cache, model):
     call = Call(KVCache.attend, given, caches=[cache], invoke=lambda values: cache.attend(**values))
     result = call()
     if not call.is_hostile:
-        fresh = (
-            {"out": np.full(shape, 7, call.out.dtype)} if isinstance(call.out, np.ndarray) else {}
-        )
+        fresh = call.fresh_out()
         kept = None if result is None else tuple(map(np.array, result))
         call.twice(draw, result, **fresh)
         model.agree(call)

@@ -176,7 +176,7 @@ def attention(draw, isa):
     if result is not None and call.out is not None:
         first = result[0] if isinstance(result, tuple) else result
         require(call.is_hostile or first is call.out, "another array than out is returned")
-    fresh = {"out": np.full(shape, 7, call.out.dtype)} if isinstance(call.out, np.ndarray) else {}
+    fresh = call.fresh_out()
     kept = tuple(map(np.array, result)) if isinstance(result, tuple) else result
     call.twice(draw, result, **fresh)
     expected = call.agrees(reference.dot_product_attention, kept, **fresh)
@@ -230,7 +230,7 @@ def weights(draw, isa):
     given["out"] = output(draw, shape, lse.dtype, [g.value for g in given.values()])
     call = Call(tileattn.attention_weights, given, names=("S", "T", "B", "N", "K"))
     result = call()
-    fresh = {"out": np.full(shape, 7, call.out.dtype)} if isinstance(call.out, np.ndarray) else {}
+    fresh = call.fresh_out()
     kept = None if result is None else np.array(result)
     call.twice(draw, result, **fresh)
     expected = call.agrees(reference.attention_weights, kept, **fresh)
@@ -285,7 +285,7 @@ def varlen(draw, isa):
     given["out"] = output(draw, shape, dtype, [g.value for g in given.values()])
     call = Call(tileattn.varlen_attention, given, names=("S", "T", "B", "N", "K"))
     result = call()
-    fresh = {"out": np.full(shape, 7, call.out.dtype)} if isinstance(call.out, np.ndarray) else {}
+    fresh = call.fresh_out()
     kept = None if result is None else tuple(map(np.array, result))
     call.twice(draw, result, **fresh)
     expected = call.agrees(reference.varlen_attention, kept, **fresh)
@@ -300,7 +300,7 @@ def varlen(draw, isa):
                 alone[name] = value[b] if name == "alibi_slopes" else int(value[b])
         q, k, v = plain["q"][rows], plain["k"][keys], plain["v"][keys]
         out, lse = tileattn.dot_product_attention(q, k, v, return_lse=True, **alone)
-        if not call.out is not None and not (
+        if call.out is None and not (
             same_bits(out, np.ascontiguousarray(kept[0][rows])) and same_bits(lse, kept[1][rows])
         ):
             call.fault(f"sequence {b} has other bits than alone")
@@ -419,7 +419,7 @@ def rope(draw, isa):
             judge_rope(call, kept, before, expected, contents)
         return
     result = call()
-    fresh = {"out": np.full(shape, 7, call.out.dtype)} if isinstance(call.out, np.ndarray) else {}
+    fresh = call.fresh_out()
     kept = None if result is None else np.array(result)
     call.twice(draw, result, **fresh)
     expected = call.agrees(reference.apply_rope, kept, **fresh)
@@ -470,7 +470,7 @@ def norm(draw, isa):
     names = ("D", "weight", "bias")
     call = Call(kind.__call__, given, names=names, invoke=lambda values: layer(**values))
     result = call()
-    fresh = {"out": np.full(shape, 7, call.out.dtype)} if isinstance(call.out, np.ndarray) else {}
+    fresh = call.fresh_out()
     kept = None if result is None else np.array(result)
     call.twice(draw, result, **fresh)
     if made.is_hostile:
