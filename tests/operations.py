@@ -3,13 +3,7 @@
 import numpy as np
 
 import tileattn
-
-try:
-    from ml_dtypes import bfloat16
-except ImportError:
-    HALVES = (np.float16,)
-else:
-    HALVES = (np.float16, bfloat16)
+from tests.oracle import HALVES
 
 
 class Operation:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.oracle import HALVES
 from tileattn import _core
 
 ROOT = Path(__file__).parents[1]
@@ -84,10 +85,8 @@ def test_strides_of_mask_and_bias(isa, space, axis, T):
 
 
 @pytest.mark.any_isa  # the best one, which may have dot products of bfloat16
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", [*HALVES, np.float64])
 def test_strides_of_other_types(isa, space, dtype):
-    if dtype == "bfloat16":
-        dtype = pytest.importorskip("ml_dtypes").bfloat16
     for T in (1, 20):
         arrays = [normal(i, 1, t, 2, 16, dtype=dtype) for i, t in enumerate((T, 20, 20))]
         expected = tileattn.dot_product_attention(*arrays)

@@ -4,6 +4,7 @@ import enum
 import random
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from tests.oracle import HALVES, LAYOUTS, arithmetic
@@ -317,16 +318,11 @@ DTYPES = (
     ">f2", "g", "F", "D", "G", "O", "S4", "U4", "V8", "M8[s]", "m8[s]", [("x", "f4")],
     [("x", "f4", 2), ("y", "i1")],
 )  # fmt: skip
-try:
-    import ml_dtypes
-except ImportError:
-    pass
-else:
-    DTYPES += tuple(
-        getattr(ml_dtypes, name)
-        for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "float6_e2m3fn")
-        if hasattr(ml_dtypes, name)
-    )  # fmt: skip
+DTYPES += tuple(
+    getattr(ml_dtypes, name)
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "float6_e2m3fn")
+    if hasattr(ml_dtypes, name)
+)
 if hasattr(np.dtypes, "StringDType"):
     DTYPES += (np.dtypes.StringDType(),)
 
