@@ -215,11 +215,3 @@ def _from_two(cache, write):
         raise
     end = cache.lengths[0]
     return [a[:, :end] for a in cache._arrays()] + ([] if result is None else [result])
-
-
-def same(first, second):
-    """Whether two results are the same to the bit."""
-    return len(first) == len(second) and all(
-        a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
-        for a, b in zip(first, second, strict=True)
-    )

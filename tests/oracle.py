@@ -652,8 +652,20 @@ WRITABLE = [name for name in LAYOUTS if name not in ("unaligned", "field of a pa
                                                      "byte-swapped", "read-only")]  # fmt: skip
 
 
-def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+def same_bits(a, b, nan_equal=False):
+    """Whether arrays, or sequences of them, are the same to the last bit.
+
+    `nan_equal` takes every NaN for the same: its own bits depend on who meets whom.
+    """
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(
+            same_bits(x, y, nan_equal) for x, y in zip(a, b, strict=True)
+        )
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if nan_equal and a.tobytes() != b.tobytes():
+        a, b = (np.where(np.isnan(x), np.array(np.nan, x.dtype), x) for x in (a, b))
+    return a.tobytes() == b.tobytes()
 
 
 # ------------------------------------------------------------------ a cache

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.operations import operations, same
-from tests.oracle import attention
+from tests.operations import operations
+from tests.oracle import attention, same_bits
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="reads x86-64's MXCSR"
@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_state(every, label, num_threads):
             continue
         with in_state(STATES[label]):
             got = operation.run(num_threads)
-        assert same(got, expected), name
+        assert same_bits(got, expected), name
 
 
 def test_kernels_raise_no_flag_that_stays(isa):
@@ -158,7 +158,7 @@ def test_kernels_raise_no_flag_that_stays(isa):
 def test_numpy_reports_nothing(every):
     with np.errstate(all="raise"):
         for operation, expected in every.values():
-            assert same(operation.run(2), expected)
+            assert same_bits(operation.run(2), expected)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_threads_of_a_team_keep_their_states(every, team):
             team.get_states(after, 2)
             assert after[0] & ~FLAGS == states[0], name
             assert after[1] == states[1], name
-            assert same(got, expected), name
+            assert same_bits(got, expected), name
     finally:
         team.set_states(before, 2)
 

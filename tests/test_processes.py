@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.operations import operations, same
+from tests.operations import operations
+from tests.oracle import same_bits
 from tileattn import _core, config
 
 ROOT = Path(__file__).parents[1]
@@ -171,13 +172,13 @@ def test_threads_that_call_at_once_get_the_bits_of_one():
             chunks = [block(x, cache=cache, num_threads=1 + (i + t) % 3) for _ in range(3)]
             turned = rope(x[..., None, :], np.arange(x.shape[1]))
             results.append([*chunks, turned, block(x), cache.keys[:, :100].copy()])
-        assert all(same(result, results[0]) for result in results)
+        assert all(same_bits(result, results[0]) for result in results)
         return results[0]
 
     expected = list(map(work, range(6)))
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         got = list(pool.map(work, range(6), timeout=120))
-    assert all(map(same, got, expected))
+    assert all(map(same_bits, got, expected))
 
 
 def test_operations_do_not_meet_in_their_working_memory():
@@ -192,7 +193,7 @@ def test_operations_do_not_meet_in_their_working_memory():
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         for results in pool.map(work, range(3), timeout=120):
             for at, got in results:
-                assert same(got, expected[at])
+                assert same_bits(got, expected[at])
 
 
 @ON_LINUX

@@ -245,7 +245,8 @@ EACH_ALLOCATION = """
 import ctypes, sys
 import numpy as np
 import tileattn
-from tests.operations import operations, same
+from tests.operations import operations
+from tests.oracle import same_bits
 
 libc = ctypes.CDLL(None)
 libc.arm.argtypes = [ctypes.c_long, ctypes.c_size_t]
@@ -266,12 +267,12 @@ for num_threads in (1, 2):
                 message = str(error)
             spent = libc.disarm() < 0
             if not spent:
-                assert message is None and same(got, expected), name
+                assert message is None and same_bits(got, expected), name
                 break
             total += 1
             if message is None:
                 # Python or NumPy has done without it.
-                assert same(got, expected), (name, n)
+                assert same_bits(got, expected), (name, n)
             else:
                 assert "allocate" in message or message == "", (name, message)
                 written = [a for a in operation.outputs if np.asarray(a, np.float32).any()]

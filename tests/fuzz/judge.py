@@ -16,6 +16,7 @@ import numpy as np
 
 import tileattn
 from tests.fuzz.draw import Given, HostileError, LiarOfShape, Meaning
+from tests.oracle import same_bits
 
 GUARD = 1.2345678
 EDGE = 64  # elements beyond each end of an output's memory
@@ -39,20 +40,6 @@ def shown(value):
     except Exception:
         return f"<{type(value).__name__}>"
     return text if len(text) < 90 else text[:60] + "..."
-
-
-def same_bits(a, b):
-    """The same numbers to the last bit; NaN is NaN, since its own bits depend on who meets whom."""
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same_bits, a, b))
-    same = a.dtype == b.dtype and a.shape == b.shape
-    return same and (a.tobytes() == b.tobytes() or _canonical(a) == _canonical(b))
-
-
-def _canonical(a):
-    a = a.copy()
-    a[np.isnan(a)] = np.nan
-    return a.tobytes()
 
 
 def state_of(cache):
@@ -187,7 +174,7 @@ class Call:
         second = self(**changes)
         if second is None:
             self.fault(f"a second call is refused: {self.error}")
-        if not same_bits(first, _copy(second)):
+        if not same_bits(first, _copy(second), nan_equal=True):
             self.fault(f"other bits in a second call with {changes['num_threads']} threads")
 
     def agrees(self, reference, result, **fresh):
