@@ -1,217 +1,382 @@
-"""Every public operation, for tests of what surrounds it: processes, memory, floating point."""
+"""Fixed calls of every public operation, for tests of what surrounds them."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-import tileattn
-from tests.oracle import HALVES
+from tests.oracle import HALVES, random
+from tileattn import (
+    AttentionBlock,
+    KVCache,
+    LayerNorm,
+    QuantizedMatrix,
+    RMSNorm,
+    Rope,
+    apply_rope,
+    attention_block,
+    attention_weights,
+    dot_product_attention,
+    explain,
+    merge_states,
+    varlen_attention,
+)
+
+B = 3
+D, N, K, H = 96, 6, 3, 16  # of blocks
 
 
-class Operation:
-    """`call(num_threads)` gives arrays, `outputs` among them: one that fails leaves them alone."""
+class Operation(NamedTuple):
+    """A call of what has the public name `of`: call(*inputs, num_threads=) gives arrays.
 
-    def __init__(self, call, outputs=()):
-        self.call = call
-        self.outputs = list(outputs)
+    The first axis of inputs and results is the batch. Where there is an `out`, the call takes one:
+    an array for its first result.
+    """
+
+    of: str
+    inputs: list[np.ndarray]
+    call: Callable[..., Sequence[np.ndarray]]
+    out: np.ndarray | None = None
+
+    def __call__(self, num_threads):
+        how = {} if self.out is None else {"out": self.out}
+        return self.call(*self.inputs, num_threads=num_threads, **how)
 
     def run(self, num_threads):
-        """Copies of what a call gives."""
-        return [np.array(array) for array in self.call(num_threads)]
-
-    def clear(self):
-        for array in self.outputs:
-            array[...] = 0
+        """Copies of what the call gives."""
+        return [np.array(array) for array in self(num_threads)]
 
 
-def operations(positions=130, width=64):
-    """By name. With these sizes all but the checks of a plan have work for two threads."""
-    rng = np.random.default_rng(0)
-    B, T, N, K, H = 2, positions, 4, 2, max(width // 4, 4)
-    every = {}
+def with_out(of, inputs, call):
+    first, *_ = call(*inputs, num_threads=1)
+    return Operation(of, inputs, call, np.zeros_like(first))
 
-    def operation(name, *outputs):
-        def add(run):
-            every[name] = Operation(run, outputs)
-            return run
 
-        return add
+# ------------------------------------------------------------------ attention
 
-    def normal(*shape, dtype=np.float32):
-        return rng.standard_normal(shape).astype(dtype)
 
-    def attention(name, dtype, T=T, S=T, **options):
-        q, k, v = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H)
-        q, k, v = (x.astype(dtype) for x in (q, k, v))
-        out = np.zeros_like(q)
+def qkv(T, S, N, K, H, Hv=None, dtype=np.float32):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv or H)
+    return [random(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
 
-        @operation(f"attention {name}", out)
-        def run(num_threads):
-            return tileattn.dot_product_attention(
-                q, k, v, out=out, return_lse=True, num_threads=num_threads, **options
-            )
 
-    for dtype in (np.float32, np.float64, *HALVES):
-        attention(np.dtype(dtype).name, dtype, is_causal=True)
-    attention("split", np.float32, 1, 30 * T)
-    attention(
-        "with options",
-        np.float32,
-        bias=normal(T, T),
-        mask=rng.random((T, T)) < 0.9,
-        softcap=5.0,
-        sinks=normal(N),
-        alibi_slopes=np.full(N, 0.125),
-        local_window_size=(T // 2, 3),
-        key_value_seq_lengths=[T, T // 3],
-    )
+def attention(*sizes, dtype=np.float32, **options):
+    def call(q, k, v, **how):
+        return dot_product_attention(q, k, v, return_lse=True, **how, **options)
 
-    packed_q, packed_k, packed_v = normal(2 * T, N, H), normal(2 * T, K, H), normal(2 * T, K, H)
-    starts = [0, 5, 5, T, 2 * T]
-    packed = np.zeros_like(packed_q)
+    return with_out("dot_product_attention", qkv(*sizes, dtype=dtype), call)
 
-    @operation("varlen_attention", packed)
-    def varlen(num_threads):
-        tileattn.varlen_attention(
-            packed_q, packed_k, packed_v, starts, starts, out=packed, num_threads=num_threads
+
+def attention_with_options(T, S, N, K, H):
+    def call(q, k, v, mask, bias, lengths, **how):
+        return dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            key_value_seq_lengths=lengths,
+            query_offset=lengths - T,
+            is_causal=True,
+            local_window_size=(S // 2, None),
+            softcap=20.0,
+            alibi_slopes=slopes,
+            sinks=np.ones(N, np.float32),
+            return_lse=True,
+            **how,
         )
-        return [packed]
 
-    states = [
-        tileattn.dot_product_attention(normal(B, 8 * T, N, H), k, v, return_lse=True)
-        for k, v in normal(3, 2, B, 7, K, H)
-    ]
-
-    @operation("merge_states")
-    def merge(num_threads):
-        return tileattn.merge_states(*states[0], *states[1], num_threads=num_threads)
-
-    q, k = normal(B, T, N, H), normal(B, T, K, H)
-    _, lse = tileattn.dot_product_attention(q, k, k, return_lse=True)
-    for reduce in (None, "queries", "keys"):
-
-        @operation(f"attention_weights {reduce}")
-        def weights(num_threads, reduce=reduce):
-            return [tileattn.attention_weights(q, k, lse, reduce=reduce, num_threads=num_threads)]
-
-    many = normal(B, 16 * T, N, H)
-    turned = np.zeros_like(many)
-
-    @operation("apply_rope", turned)
-    def rotate(num_threads):
-        places = np.arange(16 * T)
-        tileattn.apply_rope(many, places, out=turned, num_threads=num_threads)
-        return [turned]
-
-    for norm in (tileattn.LayerNorm(normal(H), normal(H)), tileattn.RMSNorm(normal(H))):
-        normed = np.zeros_like(many)
-
-        @operation(type(norm).__name__, normed)
-        def normalise(num_threads, norm=norm, normed=normed):
-            norm(many, residual=many, out=normed, num_threads=num_threads)
-            return [normed]
-
-    x = normal(B, T, width)
-    w_q, w_k, w_v = (normal(width, n, H) / np.float32(8) for n in (N, K, K))
-    w_o = normal(N, H, width) / np.float32(8)
-    rope = tileattn.Rope()
-    blocks = {
-        "post-norm": tileattn.AttentionBlock(w_q, w_k, w_v, w_o),
-        "pre-norm": tileattn.AttentionBlock(
-            w_q, w_k, w_v, w_o, norm_position="pre", rope=rope, is_causal=True
-        ),
-        "float64": tileattn.AttentionBlock(*(w.astype(np.float64) for w in (w_q, w_k, w_v, w_o))),
-    } | {
-        kept: tileattn.AttentionBlock(w_q, w_k, w_v, w_o, weight_dtype=kept)
-        for kept in ("bfloat16", "int8", "int4")
-    }
-    for name, block in blocks.items():
-        given = x.astype(block.dtype)
-        given_out = np.zeros_like(given)
-
-        @operation(f"block {name}", given_out)
-        def call(num_threads, block=block, given=given, given_out=given_out):
-            return [block(given, out=given_out, num_threads=num_threads)]
-
-    strided = np.zeros((B, T, 2 * width), np.float32)
-
-    @operation("block into a strided out", strided)
-    def call_strided(num_threads):
-        blocks["post-norm"](x, out=strided[..., ::2], num_threads=num_threads)
-        return [strided]
-
-    @operation("attention_block")
-    def once(num_threads):
-        return [tileattn.attention_block(x, w_q, w_k, w_v, w_o, num_threads=num_threads)]
-
-    @operation("context_cache")
-    def project(num_threads):
-        cache = blocks["post-norm"].context_cache(x, num_threads=num_threads)
-        return [cache.keys[:, :T], blocks["post-norm"](x, context=cache)]
-
-    @operation("quantize")
-    def quantize(num_threads):
-        matrix = tileattn.QuantizedMatrix.from_float(w_o.reshape(-1, width).T, bits=8)
-        return [matrix.dequantize()]
-
-    @operation("explain")
-    def explain(num_threads):
-        plan = tileattn.explain(q, k, k, num_threads=num_threads)
-        return [np.array([plan.chunks, plan.key_block])]
-
-    for dtype in (np.float32, np.float16, np.int8):
-        cache = tileattn.KVCache(B, 20 * T, K, H, dtype=dtype)
-        arrays = cache._arrays()
-        for array in arrays:
-            array[...] = 0
-        cached_k, cached_v = normal(2, B, 18 * T, K, H)
-        full = tileattn.KVCache(B, T, K, H, dtype=dtype)
-        full.append(cached_k[:, :T], cached_v[:, :T])
-
-        @operation(f"append {np.dtype(dtype)}", *arrays)
-        def append(num_threads, cache=cache, k=cached_k, v=cached_v):
-            return _from_two(cache, lambda: cache.append(k, v, num_threads=num_threads))
-
-        @operation(f"attend {np.dtype(dtype)}")
-        def attend(num_threads, full=full):
-            return [full.attend(q, num_threads=num_threads)]
-
-        @operation(f"block with a cache {np.dtype(dtype)}", *arrays)
-        def decode(num_threads, cache=cache):
-            block = blocks["pre-norm"]
-            return _from_two(cache, lambda: block(x, cache=cache, num_threads=num_threads))
-
-    @operation("ring")
-    def ring(num_threads):
-        cache = tileattn.KVCache(B, T + 100, K, H, window=50)
-        for begin in range(0, 18 * T, T):
-            rows = slice(begin, begin + T)
-            cache.append(cached_k[:, rows], cached_v[:, rows], num_threads=num_threads)
-        return [cache.attend(q, num_threads=num_threads)]
-
-    beams = tileattn.KVCache(3, 20 * T, K, H)
-    lengths = [12 * T, 3, 10]
-
-    @operation("reorder")
-    def reorder(_num_threads):
-        beams._lengths = np.array(lengths)
-        beams._keys[:] = np.arange(3)[:, None, None, None]
-        try:
-            beams.reorder([1, 0, 1])
-        except MemoryError:
-            assert beams.lengths.tolist() == lengths
-            assert all((beams.keys[b] == b).all() for b in range(3))
-            raise
-        return [beams.keys[b, :n] for b, n in enumerate(beams.lengths)]
-
-    return every
+    slopes = np.linspace(0.1, 1, N, dtype=np.float32)
+    mask = np.random.default_rng(0).random((B, 1, T, S)) < 0.8
+    lengths = np.array([S, S - 3, S // 2 + T])
+    inputs = [*qkv(T, S, N, K, H), mask, random(5, B, N, 1, S), lengths]
+    return with_out("dot_product_attention", inputs, call)
 
 
-def _from_two(cache, write):
-    """What a cache of two positions holds and gives when `write` has added some."""
-    cache._lengths = np.full(cache.batch, 2)
+def packed_attention(T, S, N, K, H):
+    """Three sequences, the second of them empty, for each element of the batch."""
+    queries, keys = [T // 3, 0, T - T // 3], [S // 3, 0, S - S // 3]
+
+    def call(q, k, v, out=None, **how):
+        flat = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+        lengths = [np.tile(n, len(q)) for n in (queries, keys)]
+        starts = (np.concatenate([[0], np.cumsum(n)]) for n in lengths)
+        options = {"is_causal": True, "query_offset": lengths[1] - lengths[0]}
+        out = None if out is None else out.reshape(-1, *out.shape[2:])
+        y, lse = varlen_attention(*flat, *starts, return_lse=True, out=out, **how, **options)
+        return y.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+    return with_out("varlen_attention", qkv(T, S, N, K, H), call)
+
+
+def weights_of_keys(T, S, reduce, **options):
+    def call(q, k, lse, **how):
+        return (attention_weights(q, k, lse, reduce=reduce, **how, **options),)
+
+    q, k, v = qkv(T, S, 4, 2, 24)
+    _, lse = dot_product_attention(q, k, v, return_lse=True)
+    return with_out("attention_weights", [q, k, lse], call)
+
+
+def merging(*shape):
+    parts = [random(i, B, *shape) for i in range(3)]
+    lses = [random(i, B, *shape[:-1]) for i in range(3)]
+    inputs = [a for pair in zip(parts, lses, strict=True) for a in pair]
+    return Operation("merge_states", inputs, merge_states)
+
+
+def plan(T, S):
+    def call(q, k, **how):
+        made = explain(q, k, k, **how)
+        return (np.full(len(q), made.chunks), np.full(len(q), made.key_block))
+
+    return Operation("explain", qkv(T, S, 4, 2, 16)[:2], call)
+
+
+# ------------------------------------------------------------------ caches
+
+
+@contextlib.contextmanager
+def all_or_nothing(cache):
+    """A call that is short of memory leaves a cache as it was."""
+    before = [a.copy() for a in (cache.lengths, *cache._arrays())]
     try:
-        result = write()
+        yield
     except MemoryError:
-        assert cache.lengths.tolist() == [2] * cache.batch
+        after = (cache.lengths, *cache._arrays())
+        assert all(map(np.array_equal, before, after)), "a cache is half written"
         raise
-    end = cache.lengths[0]
-    return [a[:, :end] for a in cache._arrays()] + ([] if result is None else [result])
+
+
+def empty_cache(*sizes, **options):
+    """One whose memory can be compared."""
+    cache = KVCache(*sizes, **options)
+    for array in cache._arrays():
+        array[...] = 0
+    return cache
+
+
+def cached(rows, positions, chunk, capacity=None, stored=np.float32, dtype=np.float32, window=None):
+    """Appended in chunks, the last rows attended to, cut back, attended to again."""
+
+    def call(q, k, v, num_threads):
+        cache = empty_cache(len(q), capacity or positions, 2, 40, dtype=stored, window=window)
+        for begin in range(0, positions, chunk):
+            part = slice(begin, begin + chunk)
+            with all_or_nothing(cache):
+                cache.append(k[:, part], v[:, part], num_threads=num_threads)
+        first = cache.attend(q, num_threads=num_threads)
+        cache.truncate(cache.lengths - 3)
+        return (first, *cache.attend(q, return_lse=True, num_threads=num_threads))
+
+    return Operation("KVCache", qkv(rows, positions, 6, 2, 40, dtype=dtype), call)
+
+
+def reordered(T):
+    """Three sequences of each element of the batch: two change places, one takes another's."""
+    index, lengths = np.array([1, 0, 1]), np.array([T, 3, 10])
+
+    def call(k, num_threads):
+        cache = empty_cache(3 * len(k), 2 * T + 10, 2, 16)
+        rows = k.reshape(-1, *k.shape[2:])
+        cache.append(rows, rows, np.tile(lengths, len(k)), num_threads=num_threads)
+        with all_or_nothing(cache):
+            cache.reorder((3 * np.arange(len(k))[:, None] + index).reshape(-1))
+        return [cache.keys[i::3, :n].copy() for i, n in enumerate(lengths[index])]
+
+    return Operation("KVCache", [random(0, B, 3, max(T, 10), 2, 16)], call)
+
+
+# ------------------------------------------------------------------ blocks
+
+
+def weights(dtype=np.float32, context=D):
+    shapes = (D, N, H), (context, K, H), (context, K, H), (N, H, D)
+    return [(random(i, *shape) / 10).astype(dtype) for i, shape in enumerate(shapes)]
+
+
+def biases(dtype=np.float32):
+    shapes = {"b_q": (N, H), "b_k": (K, H), "b_v": (K, H), "b_o": (D,)}
+    return {name: random(10, *shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def layer_norm(D, dtype=np.float32):
+    return LayerNorm(1 + random(20, D, dtype=dtype) / 4, random(21, D, dtype=dtype))
+
+
+def rms_norm(D, dtype=np.float32):
+    return RMSNorm(1 + random(22, D, dtype=dtype) / 4)
+
+
+MODERN = {
+    "norm": rms_norm(D),
+    "norm_position": "pre",
+    "rope": Rope(),
+    "q_norm": rms_norm(H),
+    "k_norm": rms_norm(H),
+    "local_window_size": (30, None),
+}
+
+
+def calls_of(function, T, dtype=np.float32, of="AttentionBlock"):
+    def call(x, **how):
+        return (function(x, **how),)
+
+    return with_out(of, [random(30, B, T, D, dtype=dtype)], call)
+
+
+def block_of(T, dtype=np.float32, **options):
+    options = {**biases(dtype), "norm": layer_norm(D, dtype), "is_causal": True, **options}
+    return calls_of(AttentionBlock(*weights(dtype), **options), T, dtype)
+
+
+def block_into_strides(T):
+    return block_of(T)._replace(out=np.zeros((B, T, 2 * D), np.float32)[..., ::2])
+
+
+def block_of_quantized_matrices(T):
+    w_q, w_k, w_v, w_o = weights()
+    rows = [w.reshape(D, -1).T for w in (w_q, w_k, w_v)] + [w_o.reshape(-1, D).T]
+    rows[1] = QuantizedMatrix.from_float(rows[1], bits=4, group_size=32)
+    rows[2] = QuantizedMatrix.from_float(rows[2])
+    return calls_of(AttentionBlock.from_linear(*rows, num_heads=N, num_kv_heads=K), T)
+
+
+def block_packed_anew(T):
+    arrays = weights()
+
+    def call(x, **how):
+        return attention_block(x, *arrays, is_causal=True, **how)
+
+    return calls_of(call, T, of="attention_block")
+
+
+def block_with_cache(T, stored=np.float32, window=None):
+    """A prompt, a chunk and single tokens."""
+    block = AttentionBlock(*weights(), **biases(), **MODERN, is_causal=True)
+
+    def call(x, num_threads):
+        cache = empty_cache(len(x), T + 30, K, H, dtype=stored, window=window)
+        parts = [x[:, :T], x[:, T : T + 9], *(x[:, t : t + 1] for t in range(T + 9, T + 13))]
+        out = []
+        for part in parts:
+            with all_or_nothing(cache):
+                out.append(block(part, cache=cache, num_threads=num_threads))
+        return (np.concatenate(out, axis=1),)
+
+    return Operation("AttentionBlock", [random(30, B, T + 13, D)], call)
+
+
+def block_with_context(T, S):
+    block = AttentionBlock(*weights(context=48), **biases())
+
+    def call(x, context, num_threads):
+        cache = block.context_cache(context, num_threads=num_threads)
+        return (
+            block(x, context=context, num_threads=num_threads),
+            block(x, context=cache, num_threads=num_threads),
+        )
+
+    return Operation("AttentionBlock", [random(30, B, T, D), random(31, B, S, 48)], call)
+
+
+def quantizing(rows, depth):
+    def call(x, num_threads):
+        matrix = QuantizedMatrix.from_float(x.reshape(-1, depth))
+        return (matrix.dequantize().reshape(x.shape),)
+
+    return Operation("QuantizedMatrix", [random(0, B, rows, depth)], call)
+
+
+# ------------------------------------------------------------------ norms and rope
+
+
+def normalising(norm, T, D, dtype=np.float32):
+    def call(x, **how):
+        return (norm(x, residual=x, **how),)
+
+    return with_out(type(norm).__name__, [random(30, B, T, D, dtype=dtype)], call)
+
+
+def rotation(T, function=apply_rope, of="apply_rope", **options):
+    def call(x, positions, **how):
+        return (function(x, positions, **how, **options),)
+
+    positions = np.random.default_rng(0).integers(0, 10**5, (B, T))
+    return with_out(of, [random(0, B, T, 8, 66), positions], call)
+
+
+# ------------------------------------------------------------------ all of them
+
+# By name, for a number of positions: with 60 and more nearly all have work for two threads.
+OPERATIONS = {
+    "attention, many rows": lambda T: attention(
+        2 * T, 3 * T, 4, 2, 32, is_causal=True, query_offset=T
+    ),
+    "attention, chunked tiles": lambda T: attention(20, 12 * T, 2, 1, 24, 40),
+    "attention, few rows": lambda T: attention(3, 24 * T, 2, 1, 40),
+    "attention, one row": lambda T: attention(1, 40 * T, 4, 2, 32, 48),
+    "attention, little": lambda _: attention(2, 9, 2, 2, 8),
+    "attention, float64": lambda T: attention(T, 2 * T, 4, 2, 32, dtype=np.float64),
+    "attention, one row of float64": lambda T: attention(1, 24 * T, 4, 2, 32, dtype=np.float64),
+    **{
+        f"attention, {name} of {dtype.__name__}": (
+            lambda T, rows=rows, dtype=dtype: attention(rows or T, 8 * T, 4, 2, 32, dtype=dtype)
+        )
+        for dtype in HALVES
+        for name, rows in (("one row", 1), ("rows", None))
+    },
+    "attention, bfloat16 in float32": lambda T: attention(
+        T, 2 * T, 4, 2, 32, dtype=HALVES[-1], arithmetic="float32"
+    ),
+    "attention, options": lambda T: attention_with_options(T // 3, 5 * T, 4, 2, 24),
+    "attention, options, few rows": lambda T: attention_with_options(2, 16 * T, 4, 2, 24),
+    "varlen": lambda T: packed_attention(T, 2 * T, 4, 2, 24),
+    "varlen, few rows": lambda T: packed_attention(3, 16 * T, 4, 2, 24),
+    "weights": lambda T: weights_of_keys(T, 2 * T, None),
+    "weights, sums of queries": lambda T: weights_of_keys(T, 2 * T, "queries"),
+    "weights, sums of keys": lambda T: weights_of_keys(T, 2 * T, "keys"),
+    "weights, rows": lambda T: weights_of_keys(T, 2 * T, "queries", rows=[T - 1, 3, 3]),
+    "merge": lambda T: merging(2 * T, 4, 33),
+    "explain": lambda T: plan(T, 20 * T),
+    "cache": lambda T: cached(T // 3, 5 * T, 2 * T),
+    "cache, one row": lambda T: cached(1, 5 * T, T // 2),
+    "cache, float64": lambda T: cached(2, 5 * T, 2 * T, stored=np.float64, dtype=np.float64),
+    "cache, float16": lambda T: cached(2, 5 * T, 2 * T, stored=np.float16),
+    "cache, int8": lambda T: cached(2, 5 * T, 2 * T, stored="int8"),
+    "cache, int8, many rows": lambda T: cached(T // 3, 5 * T, 2 * T, stored="int8"),
+    "ring": lambda T: cached(2, 9 * T, T, 4 * T + 9, window=3 * T),
+    "ring, int8": lambda T: cached(T // 3, 9 * T, T, 4 * T + 9, stored="int8", window=3 * T),
+    "cache, reordered": reordered,
+    "block": block_of,
+    "block, few rows": lambda _: block_of(2),
+    "block, float64": lambda T: block_of(T, dtype=np.float64),
+    "block, modern": lambda T: block_of(T, **MODERN),
+    "block, bfloat16": lambda T: block_of(T, weight_dtype="bfloat16"),
+    "block, bfloat16 in float32": lambda T: block_of(
+        T, weight_dtype="bfloat16", arithmetic="float32"
+    ),
+    "block, int8": lambda T: block_of(T, weight_dtype="int8"),
+    "block, int8 x int8": lambda T: block_of(T, weight_dtype="int8", arithmetic="int8"),
+    "block, int8 x int8, few rows": lambda _: block_of(1, weight_dtype="int8", arithmetic="int8"),
+    "block, int4": lambda T: block_of(T, weight_dtype="int4"),
+    "block, into strides": block_into_strides,
+    "block, quantized matrix": lambda _: block_of_quantized_matrices(9),
+    "block, packed anew": block_packed_anew,
+    "block, cache": block_with_cache,
+    "block, int8 cache": lambda T: block_with_cache(T, "int8"),
+    "block, ring": lambda T: block_with_cache(T, window=T // 3),
+    "block, context": lambda T: block_with_context(20, 2 * T),
+    "QuantizedMatrix": lambda T: quantizing(T, 64),
+    "LayerNorm": lambda T: normalising(layer_norm(500), 2 * T, 500),
+    "RMSNorm": lambda T: normalising(rms_norm(500), 2 * T, 500),
+    "RMSNorm, float64": lambda T: normalising(rms_norm(77, np.float64), T, 77, np.float64),
+    "rope": rotation,
+    "rope, interleaved": lambda T: rotation(T, interleaved=True, rotary_dim=34),
+    "rope, made once": lambda T: rotation(T, Rope(), "Rope"),
+}  # fmt: skip
+
+
+def operations(positions=130):
+    return {name: build(positions) for name, build in OPERATIONS.items()}

@@ -187,7 +187,6 @@ def test_operations_do_not_meet_in_their_working_memory():
 
     def work(i):
         order = np.random.default_rng(i).permutation(len(expected))
-        # Those of a cache's name share it.
         return [(at, every[i][at].run(1 + i % 2)) for at in order]
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -256,7 +255,7 @@ def test_no_call_keeps_memory():
                 assert False
 
         q, k, v = q[..., :8], k[..., :8], v[..., :8]
-        calls = {name: o.run for name, o in operations(positions=6, width=16).items()}
+        calls = {name: o.run for name, o in operations(positions=6).items()}
         for name, call in [*calls.items(), ("errors", refuse)]:
             for _ in range(20):
                 call(1)

@@ -11,27 +11,26 @@ argument while they are asked for their value). See `judge` for what must hold t
 
 from tests.fuzz import blocks, caches, files, operations
 
-OPERATIONS = {
-    f.__name__: f
-    for f in (
-        operations.attention,
-        operations.weights,
-        operations.varlen,
-        operations.merge,
-        operations.rope,
-        operations.norm,
-        operations.cost,
-        operations.settings,
-        caches.cache,
-        blocks.block,
-        blocks.quantized,
-        blocks.once,
-        files.files,
-        files.config,
-        files.command,
-        files.environment,
-    )
+# What each calls of the public names.
+OF = {
+    operations.attention: ("dot_product_attention", "explain", "Plan", "reference"),
+    operations.weights: ("attention_weights",),
+    operations.varlen: ("varlen_attention",),
+    operations.merge: ("merge_states",),
+    operations.rope: ("apply_rope", "Rope", "RopeScaling"),
+    operations.norm: ("LayerNorm", "RMSNorm"),
+    operations.cost: ("cost",),
+    operations.settings: ("threads", "set_num_threads", "get_num_threads", "isa"),
+    caches.cache: ("KVCache",),
+    blocks.block: ("AttentionBlock",),
+    blocks.quantized: ("QuantizedMatrix",),
+    blocks.once: ("attention_block",),
+    files.files: ("AttentionBlock",),
+    files.config: ("Rope",),
+    files.command: ("show_config",),
+    files.environment: ("isa", "available_isas"),
 }
+OPERATIONS = {case.__name__: case for case in OF}
 
 # Of those that take longer than others: how often they come, beside once.
 SHARES = {"block": 2, "cache": 2, "command": 0.5, "environment": 0.02}
