@@ -68,7 +68,7 @@ def attention(*sizes, dtype=np.float32, **options):
     return with_out("dot_product_attention", qkv(*sizes, dtype=dtype), call)
 
 
-def attention_with_options(T, S, N, K, H):
+def attention_with_options(T, S, N, K, H, dtype=np.float32):
     def call(q, k, v, mask, bias, lengths, **how):
         return dot_product_attention(
             q,
@@ -90,7 +90,7 @@ def attention_with_options(T, S, N, K, H):
     slopes = np.linspace(0.1, 1, N, dtype=np.float32)
     mask = np.random.default_rng(0).random((B, 1, T, S)) < 0.8
     lengths = np.array([S, S - 3, S // 2 + T])
-    inputs = [*qkv(T, S, N, K, H), mask, random(5, B, N, 1, S), lengths]
+    inputs = [*qkv(T, S, N, K, H, dtype=dtype), mask, random(5, B, N, 1, S), lengths]
     return with_out("dot_product_attention", inputs, call)
 
 
@@ -209,14 +209,15 @@ def rms_norm(D, dtype=np.float32):
     return RMSNorm(1 + random(22, D, dtype=dtype) / 4)
 
 
-MODERN = {
-    "norm": rms_norm(D),
-    "norm_position": "pre",
-    "rope": Rope(),
-    "q_norm": rms_norm(H),
-    "k_norm": rms_norm(H),
-    "local_window_size": (30, None),
-}
+def modern(dtype=np.float32):
+    return {
+        "norm": rms_norm(D, dtype),
+        "norm_position": "pre",
+        "rope": Rope(),
+        "q_norm": rms_norm(H, dtype),
+        "k_norm": rms_norm(H, dtype),
+        "local_window_size": (30, None),
+    }
 
 
 def calls_of(function, T, dtype=np.float32, of="AttentionBlock"):
@@ -253,19 +254,21 @@ def block_packed_anew(T):
 
 
 def block_with_cache(T, stored=np.float32, window=None):
-    """A prompt, a chunk and single tokens."""
-    block = AttentionBlock(*weights(), **biases(), **MODERN, is_causal=True)
+    """A prompt, a chunk and single tokens, fewer of them in some sequences."""
+    block = AttentionBlock(*weights(), **biases(), **modern(), is_causal=True)
 
-    def call(x, num_threads):
+    def call(x, counts, num_threads):
         cache = empty_cache(len(x), T + 30, K, H, dtype=stored, window=window)
         parts = [x[:, :T], x[:, T : T + 9], *(x[:, t : t + 1] for t in range(T + 9, T + 13))]
         out = []
-        for part in parts:
+        for part, lengths in zip(parts, counts.T, strict=True):
+            how = {"query_seq_lengths": lengths, "num_threads": num_threads}
             with all_or_nothing(cache):
-                out.append(block(part, cache=cache, num_threads=num_threads))
+                out.append(block(part, cache=cache, **how))
         return (np.concatenate(out, axis=1),)
 
-    return Operation("AttentionBlock", [random(30, B, T + 13, D)], call)
+    counts = np.array([[T, 9, 1, 1, 1, 1], [T // 3, 9, 1, 0, 1, 1], [T - 1, 0, 0, 1, 1, 0]])
+    return Operation("AttentionBlock", [random(30, B, T + 13, D), counts], call)
 
 
 def block_with_context(T, S):
@@ -315,6 +318,11 @@ OPERATIONS = {
         2 * T, 3 * T, 4, 2, 32, is_causal=True, query_offset=T
     ),
     "attention, chunked tiles": lambda T: attention(20, 12 * T, 2, 1, 24, 40),
+    "attention, fewest chunked tiles": lambda T: attention(8, 24 * T, 2, 1, 32),
+    "attention, chunked tiles of float64": lambda T: attention(
+        20, 12 * T, 2, 1, 24, 40, dtype=np.float64
+    ),
+    "attention, few rows of float64": lambda T: attention(3, 24 * T, 2, 1, 40, dtype=np.float64),
     "attention, few rows": lambda T: attention(3, 24 * T, 2, 1, 40),
     "attention, one row": lambda T: attention(1, 40 * T, 4, 2, 32, 48),
     "attention, little": lambda _: attention(2, 9, 2, 2, 8),
@@ -332,16 +340,23 @@ OPERATIONS = {
     ),
     "attention, options": lambda T: attention_with_options(T // 3, 5 * T, 4, 2, 24),
     "attention, options, few rows": lambda T: attention_with_options(2, 16 * T, 4, 2, 24),
+    "attention, options, bfloat16": lambda T: attention_with_options(
+        T // 3, 5 * T, 4, 2, 24, HALVES[-1]
+    ),
     "varlen": lambda T: packed_attention(T, 2 * T, 4, 2, 24),
     "varlen, few rows": lambda T: packed_attention(3, 16 * T, 4, 2, 24),
-    "weights": lambda T: weights_of_keys(T, 2 * T, None),
-    "weights, sums of queries": lambda T: weights_of_keys(T, 2 * T, "queries"),
-    "weights, sums of keys": lambda T: weights_of_keys(T, 2 * T, "keys"),
-    "weights, rows": lambda T: weights_of_keys(T, 2 * T, "queries", rows=[T - 1, 3, 3]),
-    "merge": lambda T: merging(2 * T, 4, 33),
+    **{
+        f"weights, {name}, reduce={reduce}": (
+            lambda T, rows=rows, S=S, reduce=reduce: weights_of_keys(rows or T, S * T, reduce)
+        )
+        for name, rows, S in (("rows", None, 2), ("one row", 1, 24))
+        for reduce in (None, "queries", "keys")
+    },
+    "weights, chosen rows": lambda T: weights_of_keys(T, 2 * T, "queries", rows=[T - 1, 3, 3]),
+    "merge": lambda T: merging(6 * T, 4, 65),
     "explain": lambda T: plan(T, 20 * T),
     "cache": lambda T: cached(T // 3, 5 * T, 2 * T),
-    "cache, one row": lambda T: cached(1, 5 * T, T // 2),
+    "cache, one row": lambda T: cached(1, 20 * T, T // 2),
     "cache, float64": lambda T: cached(2, 5 * T, 2 * T, stored=np.float64, dtype=np.float64),
     "cache, float16": lambda T: cached(2, 5 * T, 2 * T, stored=np.float16),
     "cache, int8": lambda T: cached(2, 5 * T, 2 * T, stored="int8"),
@@ -352,7 +367,8 @@ OPERATIONS = {
     "block": block_of,
     "block, few rows": lambda _: block_of(2),
     "block, float64": lambda T: block_of(T, dtype=np.float64),
-    "block, modern": lambda T: block_of(T, **MODERN),
+    "block, modern": lambda T: block_of(T, **modern()),
+    "block, modern, float64": lambda T: block_of(T, np.float64, **modern(np.float64)),
     "block, bfloat16": lambda T: block_of(T, weight_dtype="bfloat16"),
     "block, bfloat16 in float32": lambda T: block_of(
         T, weight_dtype="bfloat16", arithmetic="float32"
@@ -366,10 +382,12 @@ OPERATIONS = {
     "block, packed anew": block_packed_anew,
     "block, cache": block_with_cache,
     "block, int8 cache": lambda T: block_with_cache(T, "int8"),
+    "block, float16 cache": lambda T: block_with_cache(T, np.float16),
     "block, ring": lambda T: block_with_cache(T, window=T // 3),
     "block, context": lambda T: block_with_context(20, 2 * T),
     "QuantizedMatrix": lambda T: quantizing(T, 64),
     "LayerNorm": lambda T: normalising(layer_norm(500), 2 * T, 500),
+    "LayerNorm, float64": lambda T: normalising(layer_norm(77, np.float64), T, 77, np.float64),
     "RMSNorm": lambda T: normalising(rms_norm(500), 2 * T, 500),
     "RMSNorm, float64": lambda T: normalising(rms_norm(77, np.float64), T, 77, np.float64),
     "rope": rotation,

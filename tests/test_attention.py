@@ -1,6 +1,5 @@
 """dot_product_attention: every promise of its documentation."""
 
-import concurrent.futures
 import itertools
 import os
 import subprocess
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 import tileattn
 from tests.oracle import (
-    GUARD,
     HALVES,
     LAYOUTS,
     WRITABLE,
@@ -474,20 +472,6 @@ def test_softcap_comes_before_bias_and_slopes(T, S, dtype):
         check_attention(got, q, k, v, scale=3.0, **some)
 
 
-def test_bits_with_options_do_not_depend_on_threads_or_batch():
-    q, k, v = qkv(B=3, T=40, S=700, N=4, K=2)
-    mask = np.random.default_rng(0).random((3, 1, 40, 700)) < 0.5
-    options = {"softcap": 3.0, "sinks": np.ones(4), "alibi_slopes": np.ones(4), "query_offset": 660}
-    for T in (2, 40):
-        call = (q[:, :T], k, v)
-        one = dot_product_attention(*call, mask=mask[:, :, :T], num_threads=1, **options)
-        more = dot_product_attention(*call, mask=mask[:, :, :T], num_threads=3, **options)
-        assert same_bits(one, more)
-        for b in range(3):
-            got = dot_product_attention(*(a[b] for a in call), mask=mask[b, :, :T], **options)
-            assert same_bits(got, one[b])
-
-
 # ------------------------------------------------------------------ NaN, infinity, extreme numbers
 
 
@@ -820,47 +804,6 @@ def test_out_interleaved_with_an_input_does_not_overlap_it():
 # ------------------------------------------------------------------ bits
 
 
-# Each has work for several threads, more of them than K/V heads, and keys in several chunks.
-SHARED = {
-    "one query": {"T": 1, "S": 9000, "N": 4, "K": 2, "H": 32, "Hv": 48},
-    "few rows": {"T": 3, "S": 4000, "N": 2, "K": 1, "H": 40, "Hv": 40},
-    "most chunked tiles": {"T": 128, "S": 1100, "N": 2, "K": 2, "H": 24},
-    "fewest chunked tiles": {"T": 8, "S": 3000, "N": 2, "K": 1, "H": 32},
-    "many rows": {"T": 300, "S": 400, "N": 4, "K": 2, "H": 32},
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SHARED.values(), ids=SHARED)
-def test_bits_do_not_depend_on_the_number_of_threads(size, dtype):
-    S = size["S"]
-    for B in (1, 2):
-        q, k, v = qkv(B=B, **size, dtype=dtype)
-        for options in (
-            {},
-            {"is_causal": True, "query_offset": S // 4},
-            {"key_value_seq_lengths": np.array([S - 1, S // 2][:B])},
-        ):
-            one = dot_product_attention(q, k, v, num_threads=1, return_lse=True, **options)
-            for threads in (2, 3, 7):
-                got = dot_product_attention(
-                    q, k, v, num_threads=threads, return_lse=True, **options
-                )
-                assert same_bits(got[0], one[0])
-                assert same_bits(got[1], one[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SHARED.values(), ids=SHARED)
-def test_bits_do_not_depend_on_the_rest_of_the_batch(size, dtype):
-    q, k, v = qkv(B=9, **size, dtype=dtype)
-    whole = dot_product_attention(q, k, v, num_threads=2)
-    for b in range(9):
-        for threads in (1, 7):
-            one = dot_product_attention(q[b], k[b], v[b], num_threads=threads)
-            assert same_bits(one, whole[b])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "T, ranges",
@@ -890,34 +833,7 @@ def test_bits_do_not_depend_on_the_queries_beside_it(T, ranges, dtype):
             assert same_bits(cut[1], got[1])
 
 
-def test_bits_do_not_depend_on_where_the_arrays_lie():
-    arrays = qkv(B=1, T=20, S=300, N=2, H=16)
-    expected = dot_product_attention(*arrays)
-    for offset in range(0, 17):
-        moved = []
-        for a in arrays:
-            memory = np.empty(a.size + GUARD, a.dtype)
-            moved.append(memory[offset : offset + a.size].reshape(a.shape))
-            moved[-1][...] = a
-        assert same_bits(dot_product_attention(*moved), expected)
-
-
 # ------------------------------------------------------------------ threads, processes, memory
-
-
-def test_calls_from_several_python_threads_at_once():
-    jobs = [qkv(T=150 + i, S=333 + i, N=4, K=2, H=24, seed=i) for i in range(6)]
-    expected = [dot_product_attention(*job, num_threads=1) for job in jobs]
-
-    def work(i):
-        for round_ in range(10):
-            got = dot_product_attention(*jobs[i], num_threads=1 + (i + round_) % 3)
-            if not same_bits(got, expected[i]):
-                return False
-        return True
-
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(work, range(6), timeout=120))
 
 
 def run_python(isa, code, timeout=120, **environment):
@@ -932,36 +848,6 @@ def run_python(isa, code, timeout=120, **environment):
     )
     assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
     return done.stdout
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_can_call(isa):
-    """libgomp's threads do not survive a fork; without care the child waits for them for ever."""
-    run_python(
-        isa,
-        """
-        import os
-        import numpy as np
-        import tileattn
-
-        def attend():
-            return tileattn.dot_product_attention(q, k, v, num_threads=2).tobytes()
-
-        q, k, v = np.random.default_rng(0).standard_normal((3, 2, 300, 4, 32))
-        expected = attend()
-        for _ in range(2):
-            child = os.fork()
-            if child == 0:
-                grandchild = os.fork()
-                same = attend() == expected
-                if grandchild:
-                    same = same and os.waitpid(grandchild, 0)[1] == 0
-                os._exit(0 if same else 1)
-            assert os.waitpid(child, 0)[1] == 0
-            assert attend() == expected
-        """,
-        timeout=60,
-    )
 
 
 @pytest.mark.any_isa  # the loops lay out this memory, not the kernels

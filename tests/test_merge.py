@@ -110,14 +110,6 @@ def test_broadcast_parts():
     check_merge(merge_states(*flat(parts)), parts)
 
 
-def test_threads_change_no_bit():
-    parts = some_parts((3, 700, 5, 64), 3)
-    expected = merge_states(*flat(parts), num_threads=1)
-    for threads in (2, 3, 8):
-        for a, b in zip(merge_states(*flat(parts), num_threads=threads), expected, strict=True):
-            assert same_bits(a, b)
-
-
 def test_inputs_stay_as_they_are():
     parts = some_parts((3, 8), 2)
     before = [array.copy() for array in flat(parts)]

@@ -85,6 +85,10 @@ def test_forks_inside_a_thread_and_under_a_running_call():
                         thread.start()
                     for thread in threads:
                         thread.join()
+                    grandchild = os.fork()
+                    same = same and attend() == expected
+                    if grandchild:
+                        same = same and os.waitpid(grandchild, 0)[1] == 0
                     os._exit(0 if same else 1)
                 failed.append(os.waitpid(child, 0)[1])
 
