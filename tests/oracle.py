@@ -414,6 +414,17 @@ def layer_norm_floor(s, weight, bias, eps, dtype, subtract_mean=True):
     return unit * (2 * size + (4 + np.sqrt(D)) * y + b)
 
 
+def check_norm(got, x, residual=None, weight=None, bias=None, eps=1e-5, subtract_mean=True):
+    """Refuses a norm whose error rounding does not explain."""
+    dtype = x.dtype
+    s = x if residual is None else x + residual
+    exact, plain = (
+        layer_norm(s, weight, bias, eps, p, subtract_mean) for p in (higher(dtype), dtype.type)
+    )
+    assert got.dtype == dtype
+    check(got, exact, plain, layer_norm_floor(s, weight, bias, eps, dtype, subtract_mean), "norm")
+
+
 def block(
     x, w_q, w_k, w_v, w_o, precision, *, context=None, b_q=None, b_k=None, b_v=None, b_o=None,
     norm=None, norm_position="post", residual=True, q_norm=None, k_norm=None, rope=None, off=None,
@@ -556,7 +567,8 @@ def check_rotation(got, x, cos, sin, interleaved, off=0.0):
 
     A part of a pair is a cos - b sin, or b cos + a sin: cos and sin are rounded (and may be off by
     `off` besides), then the products, then their sum. Each costs at most half an eps of |a| |cos| +
-    |b| |sin|, and that is at most the length of the pair.
+    |b| |sin|, and that is at most the length of the pair; or half of the least number. Other
+    columns stay as they are.
     """
     precision = higher(x.dtype)
     pairs = np.shape(cos)[-1]
@@ -566,8 +578,11 @@ def check_rotation(got, x, cos, sin, interleaved, off=0.0):
     eps = float(np.finfo(x.dtype).eps)
     assert got.dtype == x.dtype
     assert got.shape == x.shape
+    least = float(np.finfo(x.dtype).smallest_subnormal) * (2 + np.abs(before))
     # Both parts of a pair may be off at once.
-    assert (error <= np.sqrt(2) * (1.5 * eps + off) * np.abs(before) * np.abs(turn)).all()
+    allowed = np.sqrt(2) * ((1.5 * eps + off) * np.abs(before) * np.abs(turn) + least)
+    assert (error <= allowed).all(), f"is off by {error.max(initial=0):.3g}"
+    assert same_bits(got[..., 2 * pairs :], x[..., 2 * pairs :], nan_equal=True)
 
 
 # ------------------------------------------------------------------ arrays

@@ -15,11 +15,9 @@ import tileattn
 from tests.oracle import (
     LAYOUTS,
     WRITABLE,
-    check,
     check_block,
-    higher,
+    check_norm,
     layer_norm,
-    layer_norm_floor,
     random,
     same_bits,
 )
@@ -674,46 +672,30 @@ def test_from_linear_with_a_packed_matrix(K):
 # ------------------------------------------------------------------ LayerNorm and RMSNorm
 
 
-def check_norm(got, x, residual, parts):
-    s = x if residual is None else x + residual
-    parts, kind = parts[:3], parts[3:]
-    exact, plain = (layer_norm(s, *parts, p, *kind) for p in (higher(x.dtype), x.dtype.type))
-    assert got.dtype == x.dtype
-    check(got, exact, plain, layer_norm_floor(s, *parts, x.dtype, *kind))
-
-
 SHAPES = [(1,), (7,), (3, 1), (5, 37), (2, 3, 64), (2, 1, 3, 5), (300, 384)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layer_norm(shape, dtype):
-    norm, parts = norm_of(shape[-1], dtype)
+@pytest.mark.parametrize(
+    "made, plain, function",
+    [(norm_of, PLAIN, reference.layer_norm), (rms_norm_of, PLAIN_RMS, reference.rms_norm)],
+    ids=["LayerNorm", "RMSNorm"],
+)
+def test_norms(made, plain, function, shape, dtype):
+    norm, parts = made(shape[-1], dtype)
     x, residual = random(30, *shape, dtype=dtype), random(31, *shape, dtype=dtype)
+    own = (norm.weight, norm.bias) if isinstance(norm, LayerNorm) else (norm.weight,)
     for z in (None, residual):
-        check_norm(norm(x, residual=z), x, z, parts)
-        check_norm(LayerNorm()(x, residual=z), x, z, PLAIN)
-    got, expected = norm(x), reference.layer_norm(x, *parts)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=100 * np.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(shape, dtype):
-    norm, parts = rms_norm_of(shape[-1], dtype)
-    x, residual = random(30, *shape, dtype=dtype), random(31, *shape, dtype=dtype)
-    for z in (None, residual):
-        check_norm(norm(x, residual=z), x, z, parts)
-        check_norm(RMSNorm()(x, residual=z), x, z, PLAIN_RMS)
-        expected = reference.rms_norm(x, norm.weight, norm.eps, residual=z)
-        atol = 100 * np.finfo(dtype).eps
-        np.testing.assert_allclose(norm(x, residual=z), expected, rtol=0, atol=atol)
+        check_norm(norm(x, residual=z), x, z, *parts)
+        check_norm(function(x, *own, norm.eps, residual=z), x, z, *parts)
+        check_norm(type(norm)()(x, residual=z), x, z, *plain)
 
 
 def test_norms_of_numbers_too_large_to_be_squared():
     x = random(30, 3, 384)
     for norm, kind in ((LayerNorm(), ()), (RMSNorm(), (False,))):
-        check_norm(norm(np.ldexp(x, 100)), x, None, (None, None, 0, *kind))
+        check_norm(norm(np.ldexp(x, 100)), x, None, None, None, 0, *kind)
 
 
 @pytest.mark.parametrize("mean", [1e3, -1e5])
