@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.oracle import random, same_bits
+from tests.oracle import check_attention, random, same_bits
 from tests.test_block import Sizes, norm_of
 from tileattn import (
     AttentionBlock,
@@ -39,30 +39,6 @@ def attend(q, k, v, **options):
     """out in float32, and the LSE."""
     out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     return dot_product_attention(q, k, v, out=out, return_lse=True, **options)
-
-
-def check(got, q, k, v, **options):
-    """Against float64, with the errors that the arithmetic may make."""
-    out, lse = got
-    q, k, v = exact(q), exact(k), exact(v)
-    expected, exact_lse = reference.dot_product_attention(q, k, v, return_lse=True, **options)
-    mean_size = reference.dot_product_attention(q, k, np.abs(v), **options)
-    # A score is a sum of H products and an option or two, each step rounded in float32.
-    scale = options.get("scale", q.shape[3] ** -0.5)
-    group = q.shape[2] // k.shape[2]
-    sizes = np.einsum("btnh,bsnh->bnts", np.abs(q), np.repeat(np.abs(k), group, axis=2)) * scale
-    bias = 0 if options.get("bias") is None else np.abs(options["bias"])
-    bias = np.where(np.isfinite(bias), bias, 0)
-    slopes = 0 if options.get("alibi_slopes") is None else np.abs(options["alibi_slopes"]).max()
-    largest = (sizes + bias).max(initial=0) + slopes * (q.shape[1] + k.shape[1])
-    of_score = (q.shape[3] + 16) * 2.0**-24 * largest
-    # exp2 within 1e-7; sums of S weights, each rounded.
-    of_weight = of_score + 2e-7 + k.shape[1] * 2.0**-24
-    assert (np.abs(out - expected) <= 1e-30 + (WEIGHTS + 2 * of_weight) * mean_size).all()
-    seen = np.isfinite(exact_lse)
-    assert np.array_equal(np.isfinite(lse), seen)
-    lse, exact_lse = lse[seen], exact_lse[seen]
-    assert (np.abs(lse - exact_lse) <= of_weight + 2.0**-22 * np.abs(exact_lse)).all()
 
 
 SHAPES = [
@@ -101,7 +77,7 @@ def test_attention(shape):
         {"scale": 2.5},
     ):
         got = attend(q, k, v, **options)
-        check(got, q, k, v, **options)
+        check_attention(got, q, k, v, **options, is_dots=True)
         for threads in (1, 2, 3, 7):
             again = attend(q, k, v, num_threads=threads, **options)
             assert same_bits(again[0], got[0])
@@ -182,8 +158,8 @@ def test_scores_that_rise_along_the_keys():
     q, k, v = inputs(1, 40, 600, 1, 1, 32)
     q[:], k[..., 1:] = 1, 0
     k[0, :, 0, 0] = (np.arange(600) * 8).astype(bfloat16)
-    check(attend(q, k, v, scale=1.0), q, k, v, scale=1.0)
-    check(attend(q, k[:, ::-1], v, scale=1.0), q, k[:, ::-1], v, scale=1.0)
+    check_attention(attend(q, k, v, scale=1.0), q, k, v, scale=1.0, is_dots=True)
+    check_attention(attend(q, k[:, ::-1], v, scale=1.0), q, k[:, ::-1], v, scale=1.0, is_dots=True)
 
 
 def test_an_output_in_bfloat16_is_that_in_float32_rounded():
