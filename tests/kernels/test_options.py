@@ -75,7 +75,7 @@ def check_weights(kernels, got, scores, size, row_max):
     exact = np.exp2(scores - np.asarray(row_max)[:, None])
     error = np.abs(got.weights[:, : scores.shape[1]] - exact)
     assert (
-        error <= exact * (4 * eps * size + 4e-7 * (kernels.dtype == np.float32) + 4 * eps)
+        error <= exact * (4 * eps * size + 1e-7 * (kernels.dtype == np.float32) + 4 * eps)
     ).all()
     assert (got.weights[:, : scores.shape[1]][exact == 0] == 0).all()
 
