@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import tileattn
+from tests.dots import DOT_ISAS
 from tileattn import _core
 
 # Examples a property on each instruction set. HYPOTHESIS_PROFILE=long is for a machine left alone;
@@ -33,9 +34,8 @@ ANY_ISA_FILES = {
 }
 
 
-# Those with bfloat16 dot products, which differ from the next one in nothing else: the files about
-# them (test_dots.py) run on these, those of EVERY_ISA_FILES on all, and all others on the rest.
-DOT_ISAS = {"amx", "avx512_bf16"}
+# Those of DOT_ISAS differ from the next one in nothing else: the files about dot products
+# (test_dots.py) run on these, those of EVERY_ISA_FILES on all, and all others on the rest.
 EVERY_ISA_FILES = {"test_bits.py"}
 
 

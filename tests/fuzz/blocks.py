@@ -5,10 +5,11 @@ import copy
 import numpy as np
 
 import tileattn
+from tests.dots import DOT_ISAS
 from tests.fuzz import caches
 from tests.fuzz.draw import FLOATS, Given, Meaning
 from tests.fuzz.judge import Call, output, require
-from tests.fuzz.operations import DOT_ISAS, forms, threads
+from tests.fuzz.operations import forms, threads
 from tileattn import AttentionBlock, KVCache, LayerNorm, QuantizedMatrix, RMSNorm, Rope, reference
 from tileattn.quantized import LEAST_SCALE
 

@@ -6,9 +6,10 @@ import pickle
 import numpy as np
 
 from tests import oracle
+from tests.dots import DOT_ISAS
 from tests.fuzz.draw import STORED, Given, Meaning
 from tests.fuzz.judge import Call, output, require
-from tests.fuzz.operations import DOT_ISAS, checked, forms, normal, score_options, threads
+from tests.fuzz.operations import checked, forms, normal, score_options, threads
 from tileattn import KVCache
 
 TYPES = (*STORED, np.int8)

@@ -10,7 +10,6 @@ from tests.fuzz.draw import FLOATS, STORED, Given, HostileError, Meaning
 from tests.fuzz.judge import Call, output, require
 from tileattn import reference
 
-DOT_ISAS = ("amx", "avx512_bf16")
 #: Elements of scores times head width that the dense oracle may have.
 AFFORDABLE = 1_500_000
 
