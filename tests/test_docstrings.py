@@ -10,6 +10,7 @@ from types import FunctionType
 import pytest
 
 import tileattn
+from tileattn import weights
 
 pytestmark = pytest.mark.any_isa
 
@@ -35,8 +36,8 @@ def test_examples_run(test):
 
 
 def public_objects():
-    """What users call: all of the package, and the functions of its two public modules."""
-    for module in (tileattn, tileattn.reference, tileattn.cost):
+    """What users call: all of the package, and the functions of its public modules."""
+    for module in (tileattn, tileattn.reference, tileattn.cost, weights):
         for name in module.__all__:
             item = getattr(module, name)
             if inspect.isfunction(item) or (module is tileattn and inspect.isclass(item)):
