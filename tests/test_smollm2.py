@@ -582,49 +582,40 @@ def test_generation_feeds_each_token_back():
     assert seen == [[3], [4]]  # nothing is computed for a token that nobody asks for
 
 
-def command_fails(capsys, arguments, match):
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("smollm2: ")
-    assert len(captured.err.splitlines()) == 1
-    assert match in captured.err
-
-
-def test_errors_of_the_command(capsys, monkeypatch):
+def test_errors_of_the_command(command_fails, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: pytest.fail("fetched in vain"))
-    command_fails(capsys, [" "], "the prompt is empty")
+    command_fails(main, [" "], "the prompt is empty")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    command_fails(capsys, ["-"], "the prompt is empty")
-    command_fails(capsys, ["q", "--tokens", "0"], "--tokens is 0")
-    command_fails(capsys, ["q", "--rounds", "0"], "--rounds is 0")
-    command_fails(capsys, ["q", "--top-p", "2"], "top_p is 2.0")
-    command_fails(capsys, ["q", "--temperature", "-1"], "temperature is -1.0")
+    command_fails(main, ["-"], "the prompt is empty")
+    command_fails(main, ["q", "--tokens", "0"], "--tokens is 0")
+    command_fails(main, ["q", "--rounds", "0"], "--rounds is 0")
+    command_fails(main, ["q", "--top-p", "2"], "top_p is 2.0")
+    command_fails(main, ["q", "--temperature", "-1"], "temperature is -1.0")
     message = "--weights and --cache are tileattn's, not --with numpy's"
-    command_fails(capsys, ["q", "--with", "numpy", "--weights", "int4"], message)
-    command_fails(capsys, ["q", "--with", "numpy", "--cache", "float16"], message)
+    command_fails(main, ["q", "--with", "numpy", "--weights", "int4"], message)
+    command_fails(main, ["q", "--with", "numpy", "--cache", "float16"], message)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    command_fails(capsys, ["q", "--compare"], "set OMP_NUM_THREADS=1")
+    command_fails(main, ["q", "--compare"], "set OMP_NUM_THREADS=1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command_fails(capsys, ["q", "--json", "x"], "give both")
-    command_fails(capsys, ["q", "--compare", "--json", "."], "--json . is a directory")
+    command_fails(main, ["q", "--json", "x"], "give both")
+    command_fails(main, ["q", "--compare", "--json", "."], "--json . is a directory")
 
 
-def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
+def test_missing_packages_are_named(tmp_path, command_fails, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    command_fails(capsys, ["q"], "gguf: pip install 'tileattn[models]'")
+    command_fails(main, ["q"], "gguf: pip install 'tileattn[models]'")
 
 
-def test_missing_peers_are_named(capsys, monkeypatch):
+def test_missing_peers_are_named(command_fails, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: pytest.fail("fetched in vain"))
     for package in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)
-    command_fails(capsys, ["q", "--with", "torch"], "--with torch needs more: pip install torch")
-    command_fails(capsys, ["q", "--with", "transformers"], "pip install torch transformers")
+    command_fails(main, ["q", "--with", "torch"], "--with torch needs more: pip install torch")
+    command_fails(main, ["q", "--with", "transformers"], "pip install torch transformers")
 
 
-def test_prompt_longer_than_the_context_is_refused(tmp_path, capsys, monkeypatch):
+def test_prompt_longer_than_the_context_is_refused(tmp_path, command_fails, monkeypatch):
     class Words:
         stops = frozenset()
 
@@ -633,4 +624,4 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(smollm2, "fetch", lambda package: tmp_path)
     monkeypatch.setattr(smollm2, "load", lambda folder: (tiny_weights(1, 1), Words()))
-    command_fails(capsys, ["a " * 200, "--plain"], "has 200 tokens, expected less than 200")
+    command_fails(main, ["a " * 200, "--plain"], "has 200 tokens, expected less than 200")

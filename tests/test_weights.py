@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from tileattn import AttentionBlock, LayerNorm, RMSNorm, Rope, RopeScaling, reference
-from tileattn.weights import WeightsError, load_arguments, load_block, load_tensors
+from tileattn.weights import NAMINGS, WeightsError, load_arguments, load_block, load_tensors
 
 D, N, K, H = 10, 4, 2, 3
 FORMATS = ["npz", "safetensors"]
 BERT = "bert.encoder.layer.{i}."
+(RELATIVES_OF_BERT,) = (n.models for n in NAMINGS if n.title == "Hugging Face BERT")
 # float64 through three products over fewer than 100 terms, and a LayerNorm that divides by about 1
 TOLERANCE = 1000 * np.finfo(np.float64).eps
 
@@ -210,20 +211,7 @@ def test_bert_takes_heads_and_eps_from_config(npz):
     check(load_block(npz, num_heads=N), layer, eps=1e-12)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "bert",
-        "bert-generation",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "roberta",
-        "roc_bert",
-        "xlm-roberta",
-    ],
-)
+@pytest.mark.parametrize("model", RELATIVES_OF_BERT)
 def test_relatives_of_bert(npz, model):
     layer = make_layer(4, num_kv_heads=N)
     config = {"model_type": model, "num_attention_heads": N, "layer_norm_eps": 0.25}
