@@ -2,9 +2,7 @@
 
 import itertools
 import os
-import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from tests.oracle import (
     same_bits,
     visible,
 )
+from tests.process import run_python
 from tileattn import dot_product_attention, reference
 
 NAN, INF = np.nan, np.inf
@@ -836,26 +835,11 @@ def test_bits_do_not_depend_on_the_queries_beside_it(T, ranges, dtype):
 # ------------------------------------------------------------------ threads, processes, memory
 
 
-def run_python(isa, code, timeout=120, **environment):
-    """Runs code in a process of its own on that instruction set; returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "TILEATTN_ISA": isa, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.any_isa  # the loops lay out this memory, not the kernels
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's counters")
 def test_memory_of_a_long_call_is_that_of_its_tiles(isa):
     """16384 x 16384 scores of 4 heads would be 4 GiB."""
     grown = run_python(
-        isa,
         """
         import numpy as np
         import tileattn
@@ -878,6 +862,7 @@ def test_memory_of_a_long_call_is_that_of_its_tiles(isa):
         assert abs(out - 0.3).max() < 1e-3
         print(peak() - before)
         """,
+        TILEATTN_ISA=isa,
     )
     assert int(grown) < 32 * 1024
 
@@ -886,7 +871,6 @@ def test_memory_of_a_long_call_is_that_of_its_tiles(isa):
 def test_no_byte_outside_the_arrays_is_touched(isa):
     """Each array ends, or begins, at a page that must not be read."""
     run_python(
-        isa,
         """
         import ctypes, itertools, mmap
         import numpy as np
@@ -938,6 +922,7 @@ def test_no_byte_outside_the_arrays_is_touched(isa):
                 )
                 norm(x, residual=fenced(x, at_end), out=out)
         """,
+        TILEATTN_ISA=isa,
     )
 
 

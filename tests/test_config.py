@@ -5,12 +5,12 @@ import concurrent.futures
 import contextvars
 import io
 import os
-import subprocess
 import sys
 
 import pytest
 
 import tileattn
+from tests.process import run_python
 from tileattn import _core, config
 
 pytestmark = pytest.mark.any_isa
@@ -20,19 +20,6 @@ pytestmark = pytest.mark.any_isa
 def unset(monkeypatch):
     """Nothing was set in the process before."""
     monkeypatch.setattr(config, "_process_threads", None)
-
-
-def printed_by(code, **environment):
-    """What a new process prints, or its error."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
 THREADS = "import tileattn; print(tileattn.get_num_threads())"
@@ -102,15 +89,15 @@ def test_no_other_numbers(number, error):
 
 
 def test_default_obeys_omp_num_threads():
-    assert printed_by(THREADS, OMP_NUM_THREADS="1") == "1"
+    assert run_python(THREADS, OMP_NUM_THREADS="1") == "1\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity on this system")
 def test_default_obeys_the_affinity():
     limit = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-    assert printed_by(limit + THREADS) == "1"
+    assert run_python(limit + THREADS) == "1\n"
     # Asked anew at each call, not remembered from the import.
-    assert printed_by("import tileattn; tileattn.get_num_threads(); " + limit + THREADS) == "1"
+    assert run_python("import tileattn; tileattn.get_num_threads(); " + limit + THREADS) == "1\n"
 
 
 def test_default_is_at_most_the_quota(monkeypatch):
@@ -187,22 +174,21 @@ def test_available_isas_are_those_compiled_in_best_first():
     assert [name for name in compiled if name in available] == list(available)
 
 
-def test_the_best_isa_is_the_default():
-    environment = {name: value for name, value in os.environ.items() if name != "TILEATTN_ISA"}
-    done = subprocess.run(
-        [sys.executable, "-c", ISA], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == tileattn.available_isas()[0]
-    assert printed_by(ISA, TILEATTN_ISA="") == tileattn.available_isas()[0]
+def test_the_best_isa_is_the_default(monkeypatch):
+    assert run_python(ISA, TILEATTN_ISA="").strip() == tileattn.available_isas()[0]
+    monkeypatch.delenv("TILEATTN_ISA", raising=False)
+    assert run_python(ISA).strip() == tileattn.available_isas()[0]
 
 
 @pytest.mark.parametrize("name", tileattn.available_isas())
 def test_the_environment_names_an_isa(name):
-    assert printed_by(ISA, TILEATTN_ISA=name) == name
+    assert run_python(ISA, TILEATTN_ISA=name).strip() == name
 
 
 def test_an_unknown_isa_is_an_import_error():
-    message = printed_by(ISA, TILEATTN_ISA="mmx")
+    with pytest.raises(AssertionError) as failure:
+        run_python(ISA, TILEATTN_ISA="mmx")
+    message = str(failure.value).splitlines()[-1]
     for part in ("ImportError", "TILEATTN_ISA", "'mmx'", *tileattn.available_isas()):
         assert part in message
 

@@ -1,8 +1,6 @@
 """Attention and blocks in bfloat16 dot products, where the CPU has them."""
 
 import itertools
-import os
-import subprocess
 import sys
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 
 import tileattn
 from tests.oracle import check_attention, random, same_bits
+from tests.process import run_python
 from tests.test_block import Sizes, norm_of
 from tests.test_quantized import BLOCKS
 from tileattn import (
@@ -253,10 +252,7 @@ print(tileattn.explain(q, q, q).arithmetic, block.arithmetic)
 def test_where_the_system_refuses_tiles_float32_does_the_work(isa):
     if isa != "amx" or sys.platform != "linux":
         pytest.skip("there is nothing that the system may refuse")
-    environment = {**os.environ, "TILEATTN_ISA": isa}
-    command = [sys.executable, "-c", REFUSED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("float32 float32\n", "")
+    assert run_python(REFUSED, TILEATTN_ISA=isa) == "float32 float32\n"
 
 
 @pytest.mark.parametrize(

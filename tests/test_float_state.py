@@ -13,6 +13,7 @@ import pytest
 import tileattn
 from tests.operations import operations
 from tests.oracle import attention, same_bits
+from tests.process import run_python
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="reads x86-64's MXCSR"
@@ -85,18 +86,14 @@ def every(isa):
 
 @pytest.mark.any_isa
 def test_import_changes_nothing():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import numpy, tests.test_float_state as t; before = t.state() & ~0x3F\n"
-            "import sys; del sys.modules['tileattn']; import tileattn; print(before, t.state())",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    before, after = map(int, done.stdout.split())
+    printed = run_python("""
+        import sys, numpy, tests.test_float_state as t
+        before = t.state() & ~0x3F
+        del sys.modules["tileattn"]
+        import tileattn
+        print(before, t.state())
+    """)
+    before, after = map(int, printed.split())
     assert before == after & ~FLAGS == MASKS
 
 

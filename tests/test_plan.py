@@ -2,9 +2,6 @@
 
 import dataclasses
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 
 import tileattn
 from tests.oracle import HALVES, arithmetic
+from tests.process import run_python
 from tileattn import _core
 
 
@@ -176,14 +174,7 @@ for threads in (1, 2, 3, 40):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
 @pytest.mark.parametrize("limit", [2, 64])
 def test_the_operating_system_sees_as_many_threads(limit):
-    printed = subprocess.run(
-        [sys.executable, "-c", COUNT_TASKS],
-        env={**os.environ, "OMP_THREAD_LIMIT": str(limit)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
+    printed = run_python(COUNT_TASKS, OMP_THREAD_LIMIT=str(limit))
     foretold, seen = zip(*(map(int, line.split()) for line in printed.splitlines()), strict=True)
     assert foretold == seen == tuple(min(n, limit) for n in (1, 2, 3, 12))
 

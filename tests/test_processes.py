@@ -4,12 +4,10 @@ import concurrent.futures
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,9 @@ import pytest
 import tileattn
 from tests.operations import operations
 from tests.oracle import same_bits
+from tests.process import run_python
 from tileattn import _core, config
 
-ROOT = Path(__file__).parents[1]
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
 START = """
@@ -34,28 +32,9 @@ def attend(num_threads=2):
 """
 
 
-def run(code, tmp_path=None, timeout=60, status=0, command=(), **environment):
-    """Runs a program that begins with START in a process of its own; returns what it prints.
-
-    From a file, which the processes that it makes can import, if there is a tmp_path.
-    """
-    program = START + textwrap.dedent(code)
-    arguments = ["-c", program]
-    if tmp_path is not None:
-        (tmp_path / "program.py").write_text(program)
-        arguments = [str(tmp_path / "program.py")]
-    done = subprocess.run(
-        [*command, sys.executable, *arguments],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == status, f"exit status {done.returncode}: {done.stderr}"
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout
+def run(code, tmp_path=None, **environment):
+    """Runs a program that begins with START in a process of its own; returns what it prints."""
+    return run_python(START + textwrap.dedent(code), tmp_path, **environment)
 
 
 # ------------------------------------------------------------------ processes
@@ -498,17 +477,10 @@ def test_beside_another_library(peer, first, digest):
         pytest.skip(f"{peer} is not installed")
     imports = ["import numpy as np", f"import {peer}", "import tileattn"]
     order = imports if first == "peer" else [imports[0], imports[2], imports[1]]
-    program = "\n".join([*order, START, *[PEERS[peer], COUNT] * 2])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    printed = run_python(
+        "\n".join([*order, START, *[PEERS[peer], COUNT] * 2]), PYTHONWARNINGS="ignore"
     )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines()] == [digest] * 2
+    assert [line.split()[1] for line in printed.splitlines()] == [digest] * 2
 
 
 def test_signals_are_as_they_were():

@@ -6,16 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tileattn
 from tests.oracle import HALVES
+from tests.process import run_python
 from tileattn import _core
 
-ROOT = Path(__file__).parents[1]
 FAR = 2**32 + 2**20  # elements from one index to the next: any product with it needs 64 bits
 
 pytestmark = pytest.mark.skipif(
@@ -305,31 +304,17 @@ def shim(tmp_path_factory):
     return folder / "shim.so"
 
 
-def run(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.any_isa
 def test_each_allocation_that_fails_changes_nothing(shim):
     """Outputs and caches are as they were then, and all works when there is memory again."""
-    assert int(run(EACH_ALLOCATION, LD_PRELOAD=str(shim))) > 100
+    assert int(run_python(EACH_ALLOCATION, LD_PRELOAD=str(shim))) > 100
 
 
 @pytest.mark.any_isa
 def test_a_process_short_of_addresses():
     """The error says how much was wanted, and by whom."""
     print(
-        run("""
+        run_python("""
 import resource
 import numpy as np
 import tileattn
