@@ -14,22 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 TREE = Path(__file__).resolve().parent.parent
-COPIED = (
-    "pyproject.toml",
-    "setup.py",
-    "README.md",
-    "LICENSE",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "CITATION.cff",
-)
-COPIED_FOLDERS = ("src", "csrc", "tests", "benchmarks", "docs")
-NEEDED = ["setuptools>=77", "cython>=3.1", "coverage", "numpy", "pytest", "pytest-benchmark"]
-NEEDED += ["hypothesis", "ml_dtypes", "safetensors", "tokenizers", "gguf"]
-NEEDED += ["threadpoolctl", "tqdm", "matplotlib"]
+EXTRAS = ("test", "models", "bench")
+BUILT = ("_core.c", "*.so", "__pycache__", "build", "dist", ".*")
 # With the lines of the .pyx named in the C made of it, gcc's counters speak of Cython, too: tracing
 # would need the GIL inside the parallel loops.
 # A name holds for what follows it, so each line of C gets it anew.
@@ -58,12 +48,7 @@ def main(folder: Path, arguments: list[str]) -> int:
     """Build, run, report; the suite's exit status."""
     shutil.rmtree(folder, ignore_errors=True)
     source, python = folder / "source", folder / "venv" / "bin" / "python"
-    source.mkdir(parents=True)
-    for name in COPIED:
-        shutil.copy(TREE / name, source)
-    for name in COPIED_FOLDERS:
-        skipped = shutil.ignore_patterns("_core.c", "*.so", "__pycache__")
-        shutil.copytree(TREE / name, source / name, ignore=skipped)
+    copy_tree(source)
 
     def run(*command: str | Path, **environment: str) -> int:
         return subprocess.run(
@@ -72,7 +57,7 @@ def main(folder: Path, arguments: list[str]) -> int:
 
     for command, environment in (
         ([sys.executable, "-m", "venv", folder / "venv"], {}),
-        ([python, "-m", "pip", "install", "--quiet", *NEEDED], {}),
+        ([python, "-m", "pip", "install", "--quiet", "coverage", *requirements()], {}),
         ([python, "-c", TRANSLATE], {}),
         ([python, "setup.py", "--quiet", "egg_info", "build_ext", "--inplace"], BUILD),
     ):
@@ -84,6 +69,26 @@ def main(folder: Path, arguments: list[str]) -> int:
     run(python, "-m", "coverage", "report", "--show-missing")
     print(report(source))
     return status
+
+
+def copy_tree(to: Path) -> None:
+    """What git knows or would add; outside of its trees all but what is built."""
+    if not (TREE / ".git").exists():
+        shutil.copytree(TREE, to, ignore=shutil.ignore_patterns(*BUILT))
+        return
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=TREE, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TREE / name, to / name)
+
+
+def requirements() -> list[str]:
+    """Of the build, of the package and of its extras."""
+    settings = tomllib.loads((TREE / "pyproject.toml").read_text())
+    project = settings["project"]
+    needed = settings["build-system"]["requires"] + project["dependencies"]
+    return needed + [r for name in EXTRAS for r in project["optional-dependencies"][name]]
 
 
 def report(source: Path) -> str:

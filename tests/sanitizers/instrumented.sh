@@ -18,13 +18,21 @@ file_of_compiler() {
     echo "$file"
 }
 
+# What git knows or would add; outside of its trees all but what is built.
+sources() {
+    if [[ -e .git ]]; then
+        git ls-files -z --cached --others --exclude-standard
+    else
+        find . -type f -not -path '*/.*' -not -path './build/*' -not -name '_core.c' -not -name '*.so' -print0
+    fi
+}
+
 # build NAME VALUE: builds a copy of the source, with another value of one of the loops' constants.
 build() {
     step "build with $CC $flags"
     mkdir "$work/source"
-    cp -r benchmarks csrc docs src tests ./*.md CITATION.cff LICENSE MANIFEST.in pyproject.toml setup.py "$work/source"
+    sources | tar -c --null -T - | tar -x -C "$work/source"
     cd "$work/source"
-    rm -f src/tileattn/_core.c src/tileattn/_core.*.so
     grep -qE "^(cdef .* |    )$1 = " src/tileattn/_core.pyx || fail "_core.pyx has no constant $1"
     sed -i -E "s/^((cdef .* |    )$1 = ).*/\1$2/" src/tileattn/_core.pyx
     "${PYTHON:-python3}" -m venv "$work/venv"
