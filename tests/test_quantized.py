@@ -278,6 +278,26 @@ def test_float32_scales_of_4_bits_must_be_exact():
         QuantizedMatrix(values, wide, wide, bits=4)
 
 
+def test_scales_may_lie_in_records_of_any_size():
+    records = np.zeros((10, 4), [("scale", "<f4"), ("sum", "<u2"), ("values", "i1", 32)])
+    records["values"] = np.random.default_rng(1).integers(-127, 128, (10, 4, 32))
+    records["scale"] = random(2, 10, 4)
+    values = records["values"].reshape(10, 128)
+    matrix = QuantizedMatrix(values, records["scale"], group_size=32)
+    floats = _core.PackedMatrix(matrix.dequantize().T)
+    x = random(3, 17, 128)
+    for rows in (1, 17):
+        got = product(x[:rows], _core.PackedMatrix(matrix))
+        assert same_bits(got, product(x[:rows], floats))
+
+
+@pytest.mark.any_isa
+def test_arrays_off_whole_elements_are_refused_by_the_loops_too():
+    records = np.zeros((3, 4), [("x", "<f4"), ("y", "<u2")])
+    with pytest.raises(ValueError, match="strides that are no multiples"):
+        _core.PackedMatrix(records["x"])
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -414,6 +434,15 @@ def test_a_quantised_matrix_keeps_its_shape():
     scales.resize((1, 4), refcheck=False)
     assert (values.shape, scales.shape) == ((24,), (1, 4))
     assert matrix.dequantize().shape == matrix.shape == (4, 6)
+
+
+@pytest.mark.any_isa
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scales_are_copies(bits):
+    values, scales = np.ones((4, 6), np.int8), np.ones((4, 1), np.float32)
+    matrix = QuantizedMatrix(values, scales, bits=bits)
+    scales[:] = np.nan
+    assert (matrix.dequantize() == 1).all()
 
 
 @pytest.mark.any_isa

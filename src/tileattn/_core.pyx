@@ -120,10 +120,16 @@ cdef int read_array(object source, Array *array, bint writable=False) except -1:
     array.scales = NULL
     array.axes = view.ndim
     cdef int i
+    cdef Py_ssize_t left = 0
     for i in range(view.ndim):
         array.shape[i] = view.shape[i]
-        array.stride[i] = view.strides[i] // view.itemsize if view.shape[i] > 1 else 0
+        array.stride[i] = 0
+        if view.shape[i] > 1:
+            array.stride[i] = view.strides[i] // view.itemsize
+            left |= view.strides[i] & (view.itemsize - 1)  # sizes are powers of two
     PyBuffer_Release(&view)
+    if left != 0:
+        raise ValueError("an array has strides that are no multiples of its elements' size")
     return 0
 
 

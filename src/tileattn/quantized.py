@@ -68,8 +68,8 @@ class QuantizedMatrix(QuantizedParameters):
     ``values - 8`` as int8 and ``bits=4``, and Q4_1
     ``QuantizedMatrix(values, d, m, bits=4, group_size=32)``.
 
-    The arrays given are not copied, but for narrowing them: they are to stay as they are until a
-    block has been made.
+    The values given are not copied, but with 4 bits without minima: they are to stay as they are
+    until a block has been made.
 
     Examples
     --------
@@ -316,6 +316,7 @@ def _check_scales(
         raise ValueError(
             f"{name} must have the shape [out, in / group_size] = {shape}, not {scales.shape}"
         )
+    scales = scales.copy()  # what is checked here stays so, and lies where pointers reach it
     if not (np.abs(scales) <= GREATEST).all():
         raise ValueError(f"{name} has NaN or infinity, or numbers beyond {GREATEST:.1g}")
     return scales
