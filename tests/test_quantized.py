@@ -292,6 +292,13 @@ def test_scales_may_lie_in_records_of_any_size():
 
 
 @pytest.mark.any_isa
+@pytest.mark.parametrize("count", [0, 4])
+def test_one_to_three_matrices_lie_side_by_side(count):
+    with pytest.raises(ValueError, match=f"one to three matrices .*, not {count}"):
+        _core.PackedMatrix(*[np.ones((2, 3), np.float32)] * count)
+
+
+@pytest.mark.any_isa
 def test_arrays_off_whole_elements_are_refused_by_the_loops_too():
     records = np.zeros((3, 4), [("x", "<f4"), ("y", "<u2")])
     with pytest.raises(ValueError, match="strides that are no multiples"):

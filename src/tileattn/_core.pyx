@@ -2102,6 +2102,8 @@ cdef class PackedMatrix:
         cdef bint all_halves = not float32, all_bytes = int8
         cdef Py_ssize_t i, count = 0, matrix_count = len(matrices)
         cdef ta_floats before
+        if not 1 <= matrix_count <= 3:
+            raise ValueError(f"one to three matrices are packed side by side, not {matrix_count}")
         for i in range(matrix_count):
             read_source(matrices[i], bfloat16, &b[i])
             self.has_words = self.has_words or b[i].words != TA_WORDS_NONE
