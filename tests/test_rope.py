@@ -314,7 +314,7 @@ def test_yarn_scales_cos_and_sin():
         rtol=0,
         atol=1e-6,
     )
-    cos, sin = Rope(scaling=scaling).tables(np.array([0]), 64, np.float32)
+    cos, sin = Rope(scaling=scaling)._tables(np.array([0]), 64, np.float32)
     assert (cos == 1.5).all()
     assert (sin == 0).all()
 
@@ -467,7 +467,7 @@ def test_a_rope_and_a_scaling_do_not_change():
         for name in ("factor", "attention_factor"):
             with pytest.raises(AttributeError):
                 setattr(scaling, name, 2.0)
-    for table in any_rope.tables(np.arange(3), 64, np.float32):
+    for table in any_rope._tables(np.arange(3), 64, np.float32):
         with pytest.raises(ValueError, match="read-only"):
             table[0] = 1
 
@@ -503,14 +503,14 @@ def test_copies_and_pickles():
 @any_isa
 def test_tables_are_kept_for_the_same_positions_only():
     rope, positions = Rope(), np.arange(6)
-    first = rope.tables(positions, 16, np.float32)
-    assert rope.tables(positions.copy(), 16, np.float32)[0] is first[0]
+    first = rope._tables(positions, 16, np.float32)
+    assert rope._tables(positions.copy(), 16, np.float32)[0] is first[0]
     positions[2] = 7
-    changed = rope.tables(positions, 16, np.float32)
+    changed = rope._tables(positions, 16, np.float32)
     assert not np.array_equal(changed[0], first[0])
-    assert rope.tables(positions, 16, np.float64)[0].dtype == np.float64
-    assert rope.tables(positions, 18, np.float64)[0].shape == (6, 9)
-    assert rope.tables(positions[None], 18, np.float64)[0].shape == (1, 6, 9)
+    assert rope._tables(positions, 16, np.float64)[0].dtype == np.float64
+    assert rope._tables(positions, 18, np.float64)[0].shape == (6, 9)
+    assert rope._tables(positions[None], 18, np.float64)[0].shape == (1, 6, 9)
     x = random(0, 6, 2, 16)
     for at in (positions, positions + 1, positions):
         assert same_bits(rope(x, at), apply_rope(x, at))
@@ -519,17 +519,17 @@ def test_tables_are_kept_for_the_same_positions_only():
 @any_isa
 def test_tables_of_the_first_positions_grow():
     rope = Rope()
-    first = rope.tables_of_first(100, 16, np.float32)
-    assert rope.tables_of_first(7, 16, np.float32)[0] is first[0]
-    more = rope.tables_of_first(101, 16, np.float32)
+    first = rope._tables_of_first(100, 16, np.float32)
+    assert rope._tables_of_first(7, 16, np.float32)[0] is first[0]
+    more = rope._tables_of_first(101, 16, np.float32)
     assert len(more[0]) == 150
-    assert rope.tables_of_first(150, 16, np.float32)[0] is more[0]
-    for table, exact in zip(more, rope.tables(np.arange(150), 16, np.float32), strict=True):
+    assert rope._tables_of_first(150, 16, np.float32)[0] is more[0]
+    for table, exact in zip(more, rope._tables(np.arange(150), 16, np.float32), strict=True):
         np.testing.assert_array_equal(table, exact)
         assert not table.flags.writeable
-    assert len(rope.tables_of_first(1000, 16, np.float32)[0]) == 1000
-    assert rope.tables_of_first(3, 16, np.float64)[0].dtype == np.float64
-    assert rope.tables_of_first(3, 18, np.float64)[0].shape == (3, 9)
+    assert len(rope._tables_of_first(1000, 16, np.float32)[0]) == 1000
+    assert rope._tables_of_first(3, 16, np.float64)[0].dtype == np.float64
+    assert rope._tables_of_first(3, 18, np.float64)[0].shape == (3, 9)
 
 
 @any_isa
@@ -550,6 +550,19 @@ def test_threads_may_share_a_rope():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.any_isa
+@pytest.mark.parametrize("scaling", [None, RopeScaling.linear(2)], ids=["none", "linear"])
+def test_frequencies_name_a_width_that_is_none(scaling):
+    rope = Rope(scaling=scaling)
+    for width, error, words in (
+        ("a", TypeError, "head_dim must be an int, not 'a'"),
+        (4.0, TypeError, "head_dim must be an int, not 4.0"),
+        (-4, ValueError, "head_dim must not be negative, got -4"),
+    ):
+        with pytest.raises(error, match=words):
+            rope.frequencies(width)
 
 
 class Few(RopeScaling):

@@ -779,12 +779,12 @@ class AttentionBlock(SetOnce):
         of_first = None
         if not is_cached or end <= max(T, LONG_TABLE):
             count = end if is_cached else S
-            of_first = self.rope.tables_of_first(count, self.head_dim, self.dtype)
+            of_first = self.rope._tables_of_first(count, self.head_dim, self.dtype)
             if end <= count:
                 return of_first, of_first
         assert offset is not None
         positions = offset[:, None] + np.arange(T)
-        of_queries = self.rope.tables(positions, self.head_dim, self.dtype)
+        of_queries = self.rope._tables(positions, self.head_dim, self.dtype)
         return of_queries, of_queries if of_first is None else of_first
 
 

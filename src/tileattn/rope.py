@@ -495,7 +495,7 @@ class Rope(RopeParameters):
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             For heads that are narrower than `rotary_dim`, or without it of an odd width.
 
         Examples
@@ -504,38 +504,20 @@ class Rope(RopeParameters):
         >>> tileattn.Rope().frequencies(4)
         array([1.  , 0.01])
         """
+        head_dim = check_int("head_dim", head_dim)
+        if head_dim < 0:
+            raise ValueError(f"head_dim must not be negative, got {head_dim}")
         rotary_dim = fit_rotary_dim(self.rotary_dim, head_dim)
         if self.scaling is None:
             return _frequencies(self.theta, rotary_dim)
         return self.scaling.frequencies(self.theta, rotary_dim)
 
-    def tables(
+    def _tables(
         self, positions: Integers, head_dim: int, dtype: npt.DTypeLike
     ) -> tuple[Array, Array]:
-        """The cos and sin that pairs are turned by: the scaling's attention factor is in them.
+        """cos and sin [..., rotary_dim / 2] of positions [...], times the attention factor.
 
-        Parameters
-        ----------
-        positions : int64 array [...]
-        head_dim : int
-            H, the width of a head.
-        dtype : float32 or float64
-
-        Returns
-        -------
-        cos : array [..., rotary_dim / 2] of that dtype
-            Contiguous and read-only.
-        sin : array of the same shape and dtype
-            Likewise.
-
-        Examples
-        --------
-        >>> import numpy as np, tileattn
-        >>> cos, sin = tileattn.Rope().tables(np.array([0, 1]), 4, "float64")
-        >>> cos.round(4), sin.round(4)
-        (array([[1.    , 1.    ],
-               [0.5403, 1.    ]]), array([[0.    , 0.    ],
-               [0.8415, 0.01  ]]))
+        Both are contiguous and read-only. Those of the latest positions are kept.
         """
         latest = self._latest[0]
         if (
@@ -546,35 +528,10 @@ class Rope(RopeParameters):
             latest = self._latest[0] = self._make_tables(positions.copy(), head_dim, dtype)
         return latest.cos, latest.sin
 
-    def tables_of_first(
+    def _tables_of_first(
         self, count: int, head_dim: int, dtype: npt.DTypeLike
     ) -> tuple[Array, Array]:
-        """`tables` of the positions 0 to count - 1, or more: kept, and grown by half where needed.
-
-        Parameters
-        ----------
-        count : int
-            How many positions.
-        head_dim : int
-            H, the width of a head.
-        dtype : float32 or float64
-
-        Returns
-        -------
-        cos : array [count or more, rotary_dim / 2] of that dtype
-            Contiguous and read-only.
-        sin : array of the same shape and dtype
-            Likewise.
-
-        Examples
-        --------
-        >>> import numpy as np, tileattn
-        >>> rope = tileattn.Rope()
-        >>> rope.tables_of_first(100, 64, "float32")[0].shape
-        (100, 32)
-        >>> rope.tables_of_first(101, 64, "float32")[0].shape
-        (150, 32)
-        """
+        """`_tables` of positions 0 to count - 1, or more: kept, and grown by half where needed."""
         first = self._first[0]
         if first is None or not first.fit(head_dim, dtype):
             first = self._first[0] = self._make_tables(np.arange(count), head_dim, dtype)
@@ -647,7 +604,7 @@ class Rope(RopeParameters):
         else:
             target = np.empty(x.shape, x.dtype)
         has_batch = x.ndim == 4
-        cos, sin = self.tables(positions, H, x.dtype)
+        cos, sin = self._tables(positions, H, x.dtype)
         _core.rope(
             x if has_batch else x[None],
             target if has_batch else target[None],
