@@ -11,6 +11,7 @@ from tileattn import (
     LayerNorm,
     RMSNorm,
     Rope,
+    RopeScaling,
     attention_block,
     block,
     reference,
@@ -465,6 +466,32 @@ def test_rings_refuse_what_they_have_not_kept():
     for words, given in calls.items():
         refused(cache, (TypeError, ValueError), lambda given=given: made.block(**given), words)
     made.block(x[:, :1], context=cache, query_offset=13)
+
+
+class Failing(RopeScaling):
+    """Somebody's own."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def frequencies(self, theta, rotary_dim):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize(
+    "result, words", [(ValueError("no such"), "no such"), (np.ones(5), "(4,), not (5,)")]
+)
+def test_a_scaling_that_fails_changes_no_ring(result, words):
+    plain = Made((16, 16, 4, 2, 8, 8))
+    made = Made((16, 16, 4, 2, 8, 8), rope=Rope(scaling=Failing(result)))
+    cache = cache_for(plain.block, 4, window=2)
+    plain.block(random(0, B, 3, 16), cache=cache)
+    plain.block(random(1, B, 1, 16), cache=cache)
+    x = random(2, B, 2, 16)  # overwrites two positions
+    for call in (made.block, made.reference):
+        refused(cache, ValueError, lambda call=call: call(x, cache=cache), words)
 
 
 def test_other_mistakes():

@@ -50,7 +50,6 @@ from tileattn._arguments import (
     check_states,
     check_varlen,
     check_window,
-    fit_rotary_dim,
     largest_score,
 )
 from tileattn._core import Scores, Visibility
@@ -695,6 +694,7 @@ def attention_block(
     pre_norm, post_norm = (w.norm, None) if w.is_pre_norm else (None, w.norm)
     scores = w.scores.with_bias(bias)
     y_BTD = np.empty(x_BTD.shape, x_BTD.dtype)
+    rotate = _rotation(rope, w_q.shape[2])  # a scaling's own code raises before a ring has changed
     if cache is not None and span is not None:
         cache._longest = span.longest  # an interrupt may come when a ring is half written
     for b in range(len(x_BTD)):
@@ -702,15 +702,13 @@ def attention_block(
         in_TD = _normalise(x_TD, pre_norm)
         q_TNH = _normalise(np.tensordot(in_TD, w_q, axes=1) + b_q, q_norm)
         first = 0 if positions is None else positions[b]
-        if rope is not None:
-            q_TNH = _rotate(q_TNH, first + np.arange(len(q_TNH)), rope)
+        q_TNH = rotate(q_TNH, first + np.arange(len(q_TNH)))
         if span is None or span.starts is not None:
             c_SD = in_TD if c_BSD is None else _float64(c_BSD[b])
             k_SKH = _normalise(np.tensordot(c_SD, w_k, axes=1) + b_k, k_norm)
             v_SKH = np.tensordot(c_SD, w_v, axes=1) + b_v
-            if rope is not None:
-                k_first = 0 if span is None else first
-                k_SKH = _rotate(k_SKH, k_first + np.arange(len(k_SKH)), rope)
+            k_first = 0 if span is None else first
+            k_SKH = rotate(k_SKH, k_first + np.arange(len(k_SKH)))
         sees = visibility
         if span is not None:
             if span.starts is not None:
@@ -880,7 +878,8 @@ def apply_rope(
     rope = Rope(theta=theta, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
     x, positions, *_ = check_rope_inputs(x, positions, rope.rotary_dim, out)
     resolve_threads(num_threads)
-    y = _rotate(_float64(x), positions if x.ndim == 4 else positions[0], rope)
+    rotate = _rotation(rope, x.shape[-1])
+    y = rotate(_float64(x), positions if x.ndim == 4 else positions[0])
     return _deliver(y.astype(x.dtype), out)
 
 
@@ -1038,23 +1037,28 @@ def _softmax_times_values(
     return y_GTH, max_GT + np.log(sum_GT)
 
 
-def _rotate(x: Float64, positions: Integers, rope: Rope) -> Float64:
-    """Heads x[...,T,N,H] turned by the angles of their positions[...,T]."""
-    H = x.shape[-1]
-    R = fit_rotary_dim(rope.rotary_dim, H)
-    angle = positions[..., None, None] * rope.frequencies(H)  # [..., T, 1, R / 2]
-    factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
-    cos, sin = factor * np.cos(angle), factor * np.sin(angle)
+def _rotation(rope: Rope | None, H: int) -> Callable[[Float64, Integers], Float64]:
+    """What turns heads x[...,T,N,H] by the angles of their positions[...,T]; x without a rope."""
+    if rope is None:
+        return lambda x, positions: x
+    frequencies, factor = rope._turns(H)
+    R = 2 * len(frequencies)
     first, second = (
         (slice(0, R, 2), slice(1, R, 2))
         if rope.interleaved
         else (slice(0, R // 2), slice(R // 2, R))
     )
-    a, b = x[..., first], x[..., second]
-    y = x.copy()
-    y[..., first] = a * cos - b * sin
-    y[..., second] = b * cos + a * sin
-    return y
+
+    def rotate(x: Float64, positions: Integers) -> Float64:
+        angle = positions[..., None, None] * frequencies  # [..., T, 1, R / 2]
+        cos, sin = factor * np.cos(angle), factor * np.sin(angle)
+        a, b = x[..., first], x[..., second]
+        y = x.copy()
+        y[..., first] = a * cos - b * sin
+        y[..., second] = b * cos + a * sin
+        return y
+
+    return rotate
 
 
 def _normalise(x: Float64, norm: NormParameters | None) -> Float64:

@@ -540,15 +540,19 @@ class Rope(RopeParameters):
             first = self._first[0] = self._make_tables(np.arange(count), head_dim, dtype)
         return first.cos, first.sin
 
-    def _make_tables(self, positions: Integers, head_dim: int, dtype: npt.DTypeLike) -> _Tables:
+    def _turns(self, head_dim: int) -> tuple[Float64, float]:
+        """The frequencies and the attention factor, of whatever scaling somebody has written."""
         frequencies = np.asarray(self.frequencies(head_dim), np.float64)
         pairs = fit_rotary_dim(self.rotary_dim, head_dim) // 2
-        if frequencies.shape != (pairs,):  # of a scaling that somebody has written
+        if frequencies.shape != (pairs,):
             raise ValueError(
                 f"the scaling's frequencies must have the shape [rotary_dim / 2] = ({pairs},), not "
                 f"{frequencies.shape}"
             )
-        factor = 1.0 if self.scaling is None else float(self.scaling.attention_factor)
+        return frequencies, 1.0 if self.scaling is None else float(self.scaling.attention_factor)
+
+    def _make_tables(self, positions: Integers, head_dim: int, dtype: npt.DTypeLike) -> _Tables:
+        frequencies, factor = self._turns(head_dim)
         with np.errstate(all="ignore"):  # a factor beyond float32 makes infinity
             angles = positions[..., None] * frequencies
             cos, sin = ((factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
