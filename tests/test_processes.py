@@ -223,8 +223,17 @@ def test_no_call_keeps_memory():
             heap = libc.mallinfo2()
             return np.array([heap.uordblks + heap.hblkhd, sys.getallocatedblocks()])
 
+        class Broken(tileattn.Rope):
+            def _tables_of_first(self, *_):
+                return [1.0], [0.0]  # no arrays, which is found when they are read
+
+        w = np.ones((16, 2, 8), np.float32)
+        block = tileattn.AttentionBlock(w, w, w, w.reshape(2, 8, 16), rope=Broken())
+
         def refuse(num_threads):
             for wrong in (
+                lambda: block(w[None, :, 0].repeat(2, axis=2), num_threads=num_threads),
+                lambda: block.context_cache(w[None, :, 0].repeat(2, axis=2)),
                 lambda: tileattn.dot_product_attention(q, k, v[:, 1:], num_threads=num_threads),
                 lambda: tileattn.dot_product_attention(q, k, v, num_threads=0),
                 lambda: tileattn.KVCache(1, 2, 1, 8).append(q, k),

@@ -2635,23 +2635,37 @@ cdef ta_norm read_norm(object norm, Py_ssize_t columns) except *:
                    read_vector(norm.bias), norm.eps)
 
 
-cdef int plan_heads(Heads *h, Array x, Array out, tuple angles, const int64_t *first) except -1:
-    """From x to out, the same rows of both; h's kernels, norm and rope are already set.
+cdef struct Angles:
+    # What rotates heads (see Heads); cos is NULL for none.
+    const char *cos
+    const char *sin
+    Py_ssize_t batch_rows
+    const int64_t *first
 
-    The angles are a rope's tables, or None; first[b] is the position of row 0 where they are those of
-    positions.
-    """
+
+cdef Angles read_angles(tuple angles, Py_ssize_t T, const int64_t *first) except *:
+    """A rope's tables for T rows, or None. Where they are of positions, row 0 has first[b]."""
+    cdef Angles read = Angles(NULL, NULL, 0, NULL)
+    if angles is None:
+        return read
+    cos, sin = angles
+    read.cos = read_vector(cos)
+    read.sin = read_vector(sin)
+    if cos.ndim == 2:
+        read.first = first
+    elif len(cos) > 1:
+        read.batch_rows = T
+    return read
+
+
+cdef void plan_heads(Heads *h, Array x, Array out, Angles angles) noexcept:
+    """From x to out, the same rows of both; h's kernels, norm and rope are already set."""
     h.x = x
     h.out = out
     h.starts = h.counts = NULL
-    if angles is None:
-        return 0
-    cos, sin = angles
-    h.cos = read_vector(cos)
-    h.sin = read_vector(sin)
-    h.batch_rows = h.x.shape[1] if cos.ndim == 3 and len(cos) > 1 else 0
-    h.first = first if cos.ndim == 2 else NULL
-    return 0
+    h.cos, h.sin = angles.cos, angles.sin
+    h.batch_rows = angles.batch_rows
+    h.first = angles.first
 
 
 cdef bint does_anything(const Heads *h) noexcept nogil:
@@ -2809,8 +2823,8 @@ cdef class Block:
         self.heads[2].rope = ta_rope(0, self.Hv, 0, False, self.Hv, self.Hv)
         self.residual = w.residual
 
-    cdef int plan_fresh(self, Fresh *fresh, Gemm *g, Heads *heads, Target *targets, char *scratch,
-                        tuple angles) except -1:
+    cdef void plan_fresh(self, Fresh *fresh, Gemm *g, Heads *heads, Target *targets, char *scratch,
+                         Angles angles) noexcept:
         """Where a product with W_K and W_V goes, and what the heads go through from there on."""
         cdef Array *rows
         cdef int i
@@ -2821,7 +2835,7 @@ cdef class Block:
             targets[i] = Target(rows.data, rows.stride[0] if rows.shape[1] == 1 else rows.stride[1],
                                 self.biases[1 + i])
             heads[i] = self.heads[1 + i]
-            plan_heads(&heads[i], rows[0], rows[0], angles if i == 0 else None, fresh.starts)
+            plan_heads(&heads[i], rows[0], rows[0], angles if i == 0 else Angles(NULL, NULL, 0, NULL))
             if fresh.starts != NULL and fresh.in_scratch:
                 heads[i].out = fresh.slots[i]
                 heads[i].starts = fresh.starts
@@ -2829,7 +2843,6 @@ cdef class Block:
                 g.heads[1 + i] = &heads[i]
             elif does_anything(&heads[i]):
                 g.heads[1 + i] = &heads[i]
-        return 0
 
     cdef void plan_kv_gemm(self, Gemm *g, const Target *targets, int threads):
         """A plan for W_K and W_V by themselves."""
@@ -2840,6 +2853,7 @@ cdef class Block:
         """The keys and values of context[B, S, Dc] into a cache (see _arguments.CacheSpan)."""
         cdef Gemm g
         cdef Fresh fresh
+        cdef Angles k_angles
         cdef Heads[2] heads
         cdef Target[2] targets
         cdef Scratch scratch
@@ -2850,6 +2864,7 @@ cdef class Block:
         if g.rows == 0:
             return
         read_span(self.w_q.kernels, span, &fresh)
+        k_angles = read_angles(angles, context.shape[1], fresh.starts)
         place_fresh(self.w_q.kernels, &fresh, &cursor, context.shape[0], context.shape[1], self.K, self.H,
                     self.Hv)
         threads = team_size(threads, 2.0 * g.rows * self.w_kv.depth * self.K * (self.H + self.Hv))
@@ -2859,7 +2874,7 @@ cdef class Block:
         each = round_up(gemm_scratch(&g), CACHE_LINE)
         scratch = take_scratch(cursor + each * threads)
         workspace = scratch.data + cursor
-        self.plan_fresh(&fresh, &g, heads, targets, scratch.data, angles)
+        self.plan_fresh(&fresh, &g, heads, targets, scratch.data, k_angles)
         with nogil:
             deal(deal_gemm, &g, items, threads, workspace, each)
             if is_unfinished(&g):
@@ -2880,6 +2895,7 @@ cdef class Block:
         cdef Stages stages
         cdef Stages *s = &stages
         cdef Fresh fresh
+        cdef Angles of_q, of_k
         cdef Target[3] qkv
         cdef Target z
         cdef Norm norm
@@ -2919,6 +2935,8 @@ cdef class Block:
         # needs comes behind them.
         s.a.q = whole_array(carve(&cursor, B * T * N * H * itemsize), B, T, N, H)
         read_span(kernels, span, &fresh)
+        of_q = read_angles(q_angles, T, read_integers(positions))
+        of_k = read_angles(k_angles, S, fresh.starts)
         place_fresh(kernels, &fresh, &cursor, B, S, K, H, Hv)
         s.a.k, s.a.v = fresh.rows[0], fresh.rows[1]
         if span is not None:
@@ -2981,11 +2999,10 @@ cdef class Block:
             s.pre_norm.out = scratch.data + <uintptr_t>s.pre_norm.out
             s.q.a = Rows(s.pre_norm.out, s.q.rows, 0, s.pre_norm.out_stride, 1)
         heads[0] = self.heads[0]
-        plan_heads(&heads[0], s.a.q, s.a.q, q_angles, read_integers(positions))
+        plan_heads(&heads[0], s.a.q, s.a.q, of_q)
         if does_anything(&heads[0]):
             s.q.heads[0] = &heads[0]
-        self.plan_fresh(&fresh, &s.q if together else &s.kv, &heads[1], &qkv[1], scratch.data,
-                        k_angles)
+        self.plan_fresh(&fresh, &s.q if together else &s.kv, &heads[1], &qkv[1], scratch.data, of_k)
         if span is None:
             s.a.k.data, s.a.v.data = fresh.rows[0].data, fresh.rows[1].data
         s.items[FINISH_HEADS] = threads if is_unfinished(&s.q) or is_unfinished(&s.kv) else 0
@@ -3090,7 +3107,7 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     read_array(x, &source)
     read_array(out, &target, True)
     h.rope = ta_rope(0, source.shape[3], rotary_dim, interleaved, target.stride[2], source.stride[2])
-    plan_heads(&h, source, target, (cos, sin), NULL)
+    plan_heads(&h, source, target, read_angles((cos, sin), source.shape[1], NULL))
     threads = team_size(threads, 8.0 * x.size)
     items = min(<Py_ssize_t>threads, h.x.shape[0] * h.x.shape[1])
     threads = <int>items
