@@ -557,7 +557,7 @@ def test_a_ring_says_what_it_has_overwritten():
         ({"dtype": "bf16"}, TypeError, ["dtype", "bfloat16", "bf16"]),
         ({"capacity": 1 << 50}, MemoryError, []),
         ({"head_dim": 10**400}, ValueError, ["head_dim", "2**53"]),
-        ({"capacity": 1 << 53, "head_dim": 1 << 53}, MemoryError, []),
+        ({"capacity": 1 << 53, "head_dim": 1 << 53}, MemoryError, ["for a cache"]),
     ],
 )
 def test_sizes_that_are_refused(given, error, words):

@@ -285,10 +285,10 @@ cdef inline char *carve(uintptr_t *cursor, Py_ssize_t size) noexcept nogil:
     return <char *>piece
 
 
-cdef int require_possible(double size) except -1:
+cdef int require_possible(double size, str what) except -1:
     """Refuses sizes that no address space holds, before integer arithmetic on them can overflow."""
     if size > 1e18:
-        raise MemoryError(f"this call would need {size:.2g} bytes of working memory")
+        raise MemoryError(f"{size:.2g} bytes would be needed for {what}: more than any address space holds")
     return 0
 
 
@@ -988,7 +988,8 @@ cdef State part_state(const Attention *a, Py_ssize_t b, Py_ssize_t chunk, Py_ssi
 cdef int require_attention(const Attention *a) except -1:
     cdef double width = <double>a.q.shape[3] + a.v.shape[3] + 64
     return require_possible(a.kernels.itemsize * width * (
-        TILE_ROWS + TA_KEY_BLOCK + <double>a.chunks * a.q.shape[0] * a.q.shape[2] * item_rows(a)))
+        TILE_ROWS + TA_KEY_BLOCK + <double>a.chunks * a.q.shape[0] * a.q.shape[2] * item_rows(a)),
+        "working memory")
 
 
 cdef inline char *at3(const Array *x, Py_ssize_t i, Py_ssize_t j, Py_ssize_t l,
@@ -2116,7 +2117,8 @@ cdef class PackedMatrix:
         self.depth = b[0].values.shape[0]
         self.columns = tuple([b[i].values.shape[1] for i in range(matrix_count)])
         for i in range(matrix_count):
-            require_possible(<double>self.kernels.itemsize * self.depth * (b[i].values.shape[1] + 64.0))
+            require_possible(<double>self.kernels.itemsize * self.depth * (b[i].values.shape[1] + 64.0),
+                             "packed weights")
             self.first_panel[i] = count
             count += ceil_div(b[i].values.shape[1], self.kernels.gemm_nr)
         self.first_panel[matrix_count] = count
@@ -2355,7 +2357,7 @@ cdef class Memory:
     cdef Py_ssize_t nbytes
 
     def __cinit__(self, nbytes):
-        require_possible(nbytes)
+        require_possible(nbytes, "a cache")
         self.nbytes = nbytes
         self.data = ta_allocate(nbytes)
         if self.data == NULL:
@@ -2929,7 +2931,7 @@ cdef class Block:
         s.a.kernels = kernels
         read_options(&s.a, scores, visibility)
         require_possible(<double>itemsize * B * (
-            <double>T * (N * (H + Hv) + D) + <double>S * K * (H + Hv)))
+            <double>T * (N * (H + Hv) + D) + <double>S * K * (H + Hv)), "working memory")
 
         # Where q, y, and k and v if they have no other place, will lie in the scratch; what each thread
         # needs comes behind them.
