@@ -156,6 +156,32 @@ def test_every_instruction_set_has_its_row():
     assert names == {*BEYOND["x86_64"], "baseline.c"} - {"dispatch.c"}
 
 
+# ------------------------------------------------------------------ constants of an ISA
+
+UNFIT = {
+    "pointers to rows": {"TA_GEMM_MR": 17},
+    "pointers to keys": {"TA_ATTENTION_NV": 32},
+    "whole panels": {"TA_ATTENTION_NV": 3},
+    "whole panels for few rows": {"TA_ATTENTION_NV": 16},
+    "sums of a row of scores": {"TA_ATTENTION_NV": 8},
+    "sums of few rows": {"TA_FEW_ROWS": 16},
+    "rows that walk": {"TA_WALK_ROWS": 9},
+    "a function for each width": {"TA_GEMM_NV": 4},
+}
+
+
+@pytest.mark.parametrize("reason, constants", UNFIT.items(), ids=UNFIT)
+def test_constants_that_do_not_fit_are_refused(toolchain, reason, constants, tmp_path):
+    lines = [f"#undef {name}\n#define {name} {value}" for name, value in constants.items()]
+    (tmp_path / "unfit.h").write_text("\n".join(['#include "simd/baseline.h"', *lines, ""]))
+    code = (CSRC / "isa" / "baseline.c").read_text()
+    (tmp_path / "baseline.c").write_text(code.replace("simd/baseline.h", "unfit.h"))
+    options = (*flags(), f"-I{CSRC}", f"-I{tmp_path}", "-fsyntax-only", tmp_path / "baseline.c")
+    done = run(toolchain.compiler, *options)
+    assert done.returncode != 0
+    assert re.search(rf'(?i)assert.* failed.*\W{reason}"?$', done.stderr, re.M), done.stderr
+
+
 # ------------------------------------------------------------------ faults that must be found
 
 X86_FAULTS = [

@@ -59,6 +59,11 @@
 _Static_assert(TA_GEMM_MR <= TA_MAX_ROWS && TA_ATTENTION_MR <= TA_MAX_ROWS, "pointers to rows");
 _Static_assert(TA_KEYS <= TA_MAX_PANEL, "pointers to keys");
 _Static_assert(TA_KEY_BLOCK % TA_KEYS == 0, "whole panels");
+_Static_assert(TA_FEW_BLOCK % TA_KEYS == 0, "whole panels for few rows");
+_Static_assert(TA_ATTENTION_NV <= TA_ACC_VECTORS, "sums of a row of scores");
+_Static_assert(TA_FEW_ROWS <= TA_ACC_ROWS, "sums of few rows");
+_Static_assert(TA_WALK_ROWS <= TA_GEMM_MR, "rows that walk");
+_Static_assert(TA_GEMM_NV == 2 || TA_GEMM_NV == 3, "a function for each width");
 
 #define TA_ENTRY(STORAGE, NAME) [STORAGE] = TA_NAME(NAME),
 #define TA_PACK(WORDS, NAME) [WORDS] = TA_NAME(pack_words_##NAME),

@@ -8,6 +8,7 @@ cdef extern from "tileattn.h" nogil:
         TA_MAX_ROWS
         TA_MAX_PANEL
         TA_KEY_BLOCK
+        TA_FEW_BLOCK
         TA_WEIGHT_STRIDE
         TA_REAL
         TA_BF16

@@ -78,17 +78,15 @@ cdef enum:
     # results are merged: few rows leave no other way to use all threads, and merging costs them little.
     CHUNKED_ROWS = 128
     CHUNK = 512
-    # Up to this many rows, keys and values are read as they lie, without packing them first, in blocks of
-    # this many keys. At 8 rows packing takes 1.2 to 1.6 times as long, at 16 from 1.0 to 1.35 times; the
-    # two cross at 20 to 24 rows, on every ISA. Blocks of 64, 128 and 256 keys read DRAM at 70, 75 and 62%
-    # of the bandwidth, where 32 reach 83%. Asking for whole blocks ahead, in the order of their
-    # addresses, was 6% slower than asking for what the next product reads.
+    # Up to this many rows, keys and values are read as they lie, without packing them first. At 8 rows
+    # packing takes 1.2 to 1.6 times as long, at 16 from 1.0 to 1.35 times; the two cross at 20 to 24 rows,
+    # on every ISA. Asking for whole blocks ahead, in the order of their addresses, was 6% slower than
+    # asking for what the next product reads.
     FEW_ROWS = 16
     # The same where dot products could do it in tiles: 8 rows took 3.3 ms in float and 12 rows 4.3, 24 rows
     # in dot products 2.8. Keys read as they lie enter dot products as rows and not columns; that was 1.4
     # times as slow as float for 4 rows, each step waiting for what the one before has stored.
     FEW_ROWS_OF_DOTS = 8
-    FEW_BLOCK = 32
     # Strides of scratch rows are kept off powers of two, which would share a few cache sets.
     SKEW = 16
     CACHE_LINE = 64
@@ -897,7 +895,7 @@ cdef Py_ssize_t item_rows(const Attention *a) noexcept nogil:
 
 cdef Py_ssize_t block_keys(const Attention *a) noexcept nogil:
     """Keys of a block."""
-    return FEW_BLOCK if a.few else TA_KEY_BLOCK
+    return TA_FEW_BLOCK if a.few else TA_KEY_BLOCK
 
 
 cdef Py_ssize_t item_heads(const Attention *a) noexcept nogil:
