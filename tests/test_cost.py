@@ -27,11 +27,13 @@ def masks(draw):
     per_sequence = lambda low, high: st.lists(  # noqa: E731
         st.integers(low, high), min_size=B, max_size=B
     ).map(lambda numbers: np.array(numbers, dtype=np.int64))
+    side = st.none() | st.integers(0, 7)
     mask = {
         "is_causal": draw(st.booleans()),
         "query_offset": draw(per_sequence(-T - 2, S + 2)),
         "query_seq_lengths": draw(st.none() | per_sequence(0, T)),
         "key_value_seq_lengths": draw(st.none() | per_sequence(0, S)),
+        "local_window_size": draw(st.none() | st.integers(0, 7) | st.tuples(side, side)),
     }
     return B, T, S, mask
 
@@ -49,6 +51,7 @@ def test_visible_pairs_and_what_attention_reads_are_counted_exactly(problem):
         query_offset=mask["query_offset"],
         query_lengths=mask["query_seq_lengths"],
         key_value_lengths=mask["key_value_seq_lengths"],
+        local_window_size=mask["local_window_size"],
     )
     pairs, queries, keys = (int(a.sum()) for a in (sees, sees.any(axis=2), sees.any(axis=1)))
     assert cost.visible_pairs == pairs
@@ -220,6 +223,8 @@ def test_format_count(number, text):
         ({"query_offset": 0.5}, TypeError, "^query_offset must hold"),
         ({"query_offset": 2**61}, ValueError, r"^query_offset must lie within \+-2\*\*60"),
         ({"S": 0, "is_causal": True}, ValueError, "needs query_offset"),
+        ({"S": 0, "local_window_size": 1}, ValueError, "local_window_size.*needs query_offset"),
+        ({"local_window_size": -1}, ValueError, "^local_window_size must not be negative"),
         ({"is_causal": "no"}, TypeError, "^is_causal must be True or False"),
     ],
 )
@@ -242,6 +247,8 @@ def test_sizes_beyond_any_memory_are_counted_too():
     assert cost.rows[SCORE].bytes == 4 * huge * (4 * 2 * 5 + 4 * 1 * 5)
     few = attention_block_cost(2, huge, 3, 2, 1, 5, key_value_seq_lengths=[3, 7])
     assert few.visible_pairs == 10 * huge
+    near = attention_block_cost(1, huge, 3, 2, 1, 5, is_causal=True, local_window_size=(9, None))
+    assert near.visible_pairs == 10 * huge - 45
     none = attention_block_cost(0, huge, 3, 2, 1, 5, S=7, is_causal=True, query_offset=2)
     assert none.visible_pairs == 0
     with pytest.raises(ValueError, match="query_seq_lengths"):

@@ -10,7 +10,14 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from tileattn._arguments import ArrayLike, as_array, check_int, check_lengths, check_visibility
+from tileattn._arguments import (
+    ArrayLike,
+    Window,
+    as_array,
+    check_int,
+    check_lengths,
+    check_visibility,
+)
 from tileattn._core import Visibility
 
 __all__ = [
@@ -192,6 +199,7 @@ def attention_block_cost(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
     itemsize: int = 4,
 ) -> BlockCost:
     """Count what one call of the attention block costs.
@@ -210,9 +218,12 @@ def attention_block_cost(
     is_causal : bool
         Query t sees keys j <= t + query_offset only.
     query_offset : int or int[B], optional
-        Position of the first query. Needed where ``is_causal`` and T != S; 0 where T == S.
+        Position of the first query. Needed where T != S with ``is_causal`` or a window; 0 where
+        T == S.
     query_seq_lengths, key_value_seq_lengths : int[B], optional
         Rows and keys at or beyond the length take no part in attention.
+    local_window_size : int or (left, right), optional
+        Only neighbours within these distances are seen, as in ``dot_product_attention``.
     itemsize : int
         Bytes of one number: 4 for float32, 8 for float64.
 
@@ -225,7 +236,7 @@ def attention_block_cost(
     ------
     ValueError
         A size that is negative, heads that do not divide, a length outside its axis, or a causal
-        mask whose offset is not known or beyond 2**60.
+        mask or a window whose offset is not known or beyond 2**60.
     TypeError
         A size that is not a whole number.
 
@@ -278,20 +289,22 @@ def attention_block_cost(
         query_offset=offset_array,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
     )
 
     pairs = queries_read = keys_read = 0
     sequences = (1, B) if is_uniform else (B, 1)
     for times, offset, rows, keys in _kinds_of_sequences(visibility, *sequences, T, S):
-        if not visibility.is_causal:
-            pairs += times * rows * keys
-            queries_read += times * rows if keys else 0
-            keys_read += times * keys if rows else 0
-            continue
-        # Row t sees min(max(t + offset + 1, 0), keys) keys, so the rows that see any come last.
-        pairs += times * (_clipped_sum(offset + rows, keys) - _clipped_sum(offset, keys))
-        queries_read += times * min(max(rows + min(offset, 0), 0), rows) if keys else 0
-        keys_read += times * min(max(offset + rows, 0), keys) if rows else 0
+        # The row at position p sees the keys from p - left to p + right, as far as there are any.
+        left, right = _reach(visibility, beyond=abs(offset) + rows + keys)
+        end = offset + rows
+        before_end = _clipped_sum(end + right, keys) - _clipped_sum(offset + right, keys)
+        before_begin = _clipped_sum(end - left - 1, keys) - _clipped_sum(offset - left - 1, keys)
+        pairs += times * (before_end - before_begin)
+        if keys:
+            queries_read += times * max(min(end, keys + left) - max(offset, -right), 0)
+        if rows:
+            keys_read += times * max(min(end + right, keys) - max(offset - left, 0), 0)
 
     G = N // K
     x, q, k, v, y = B * T * D, B * T * N * H, B * S * K * H, B * S * K * Hv, B * T * N * Hv
@@ -406,6 +419,13 @@ def table_text(
     rule = "-" * max(map(len, lines))
     end = 1 + len(body)
     return "\n".join([lines[0], rule, *lines[1:end], rule, *lines[end:]])
+
+
+def _reach(visibility: Visibility, beyond: int) -> tuple[int, int]:
+    """How many neighbours a query sees on either side; so many, where there is no bound."""
+    left, right = visibility.window or (-1, -1)
+    left, right = (beyond if side < 0 else side for side in (left, right))
+    return left, 0 if visibility.is_causal else right
 
 
 def _kinds_of_sequences(

@@ -507,7 +507,10 @@ def cost(draw, isa):
     T, S = plain["T"], plain.get("S", plain["T"])
     if draw.chance(0.6):
         plain["is_causal"] = draw.chance(0.7)
-    if (plain.get("is_causal") and T != S) or draw.chance(0.3):
+    if draw.chance(0.3):
+        plain["local_window_size"] = draw.pick(0, 3, (2, None), (None, 4), 10**30)
+    has_positions = plain.get("is_causal") or "local_window_size" in plain
+    if (has_positions and T != S) or draw.chance(0.3):
         plain["query_offset"] = draw.pick(0, draw.integer(-30, 30), 2**60, -(2**60))
     B = plain["B"]
     if B <= 20:
@@ -530,6 +533,7 @@ def cost(draw, isa):
             query_offset=plain.get("query_offset"),
             query_lengths=plain.get("query_seq_lengths"),
             key_value_lengths=plain.get("key_value_seq_lengths"),
+            local_window_size=plain.get("local_window_size"),
         )
         if result.visible_pairs != visible.sum():
             call.fault(f"counts {result.visible_pairs} visible pairs instead of {visible.sum()}")

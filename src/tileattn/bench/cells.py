@@ -121,22 +121,19 @@ class Attention:
     def flops(self) -> int:
         """Of scores and values, over visible pairs: those that neither causality, window nor mask
         hides."""
-        pairs = self._cost(self.S - self.T).visible_pairs
-        if self.window is not None:
-            pairs -= self._cost(self.S - self.T - self.window).visible_pairs
-        return 4 * pairs * self.N * self.H
+        return 4 * self._cost.visible_pairs * self.N * self.H
 
     @cached_property
     def bytes(self) -> int:
-        cost = self._cost(self.S - self.T)
-        moved = sum(row.bytes for row in cost.rows[_ATTENTION_ROWS])
+        moved = sum(row.bytes for row in self._cost.rows[_ATTENTION_ROWS])
         if self.int8:  # and a float32 scale for each key and each value
             moved += 2 * self.B * self.S * self.K * (4 - 3 * self.H)
         if self.bias:
             moved += 4 * self.B * self.N * self.T * self.S
         return moved
 
-    def _cost(self, query_offset: int) -> BlockCost:
+    @cached_property
+    def _cost(self) -> BlockCost:
         return attention_block_cost(
             self.B,
             self.T,
@@ -146,8 +143,9 @@ class Attention:
             self.H,
             S=self.S,
             is_causal=self.causal,
-            query_offset=query_offset,
+            query_offset=self.S - self.T,
             key_value_seq_lengths=self.lengths,
+            local_window_size=None if self.window is None else (self.window - 1, None),
             itemsize=2 if self.bfloat16 else 4,
         )
 
