@@ -20,7 +20,7 @@
 #define INLINE TARGET static inline __attribute__((always_inline))
 enum { LOT = 16, WORD = 4, TILE = LOT * WORD /* bytes of a row */ };
 
-TARGET static void begin(void)
+TARGET static void begin_amx(void)
 {
     /* Constant, since compilers think that the instruction reads no more than its first bytes. */
     static const struct {
@@ -36,7 +36,7 @@ TARGET static void begin(void)
 }
 
 /* Until then each change of threads would save the tiles. */
-TARGET static void end(void)
+TARGET static void end_amx(void)
 {
     _tile_release();
 }
@@ -135,7 +135,7 @@ INLINE void tiles(const int bytes, const int rows, const int columns, const ta_d
         _tile_stored(3, c2 + TILE, c_row);
 }
 
-INLINE void product(const int bytes, const ta_dot_tile *t)
+INLINE void product_amx(const int bytes, const ta_dot_tile *t)
 {
     const int lots = t->columns / LOT, passes = t->rows > LOT ? (lots + 1) / 2 : (lots + 3) / 4;
     const ptrdiff_t steps = passes * (t->depth / TA_DOT_WORDS);
@@ -159,18 +159,18 @@ INLINE void product(const int bytes, const ta_dot_tile *t)
         tiles(bytes, 1, 1, t, column, &next);
 }
 
-TARGET static void multiply(const ta_dot_tile *t)
+TARGET static void multiply_amx(const ta_dot_tile *t)
 {
-    product(0, t);
+    product_amx(0, t);
 }
 
-TARGET static void multiply_bytes(const ta_dot_tile *t)
+TARGET static void multiply_bytes_amx(const ta_dot_tile *t)
 {
-    product(1, t);
+    product_amx(1, t);
 }
 
 /* Linux grants the state that tiles need to processes that ask for it. */
-static int allowed(void)
+static int allowed_amx(void)
 {
 #ifdef __linux__
     enum { ARCH_REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
@@ -181,6 +181,7 @@ static int allowed(void)
 }
 
 extern const ta_dots ta_dots_amx;
-const ta_dots ta_dots_amx = {allowed, begin, end, multiply, multiply_bytes, ta_round_bf16};
+const ta_dots ta_dots_amx = {allowed_amx,  begin_amx,          end_amx,
+                             multiply_amx, multiply_bytes_amx, ta_round_bf16};
 
 #endif

@@ -80,22 +80,23 @@ products(const int bytes, const int rows, const int vectors, const ta_dot_tile *
 #define EACH_ROWS(X, BYTES) \
     X(1, BYTES) X(2, BYTES) X(3, BYTES) X(4, BYTES) X(5, BYTES) X(6, BYTES) X(7, BYTES) X(8, BYTES)
 /* clang-format on */
-#define INSTANCE(R, BYTES)                                                                         \
-    TARGET static __attribute__((noinline)) void rows_##R##_##BYTES(const ta_dot_tile *t, int row) \
-    {                                                                                              \
-        int column = 0;                                                                            \
-        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)                  \
-            products(BYTES, R, VECTORS, t, row, column);                                           \
-        if (column + 2 * LANES == t->columns)                                                      \
-            products(BYTES, R, 2, t, row, column);                                                 \
-        else if (column < t->columns)                                                              \
-            products(BYTES, R, 1, t, row, column);                                                 \
+#define INSTANCE(R, BYTES)                                                                              \
+    TARGET static __attribute__((noinline)) void rows_##R##_##BYTES##_avx512_bf16(const ta_dot_tile *t, \
+                                                                                  int row)              \
+    {                                                                                                   \
+        int column = 0;                                                                                 \
+        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)                       \
+            products(BYTES, R, VECTORS, t, row, column);                                                \
+        if (column + 2 * LANES == t->columns)                                                           \
+            products(BYTES, R, 2, t, row, column);                                                      \
+        else if (column < t->columns)                                                                   \
+            products(BYTES, R, 1, t, row, column);                                                      \
     }
-#define ENTRY(R, BYTES) rows_##R##_##BYTES,
+#define ENTRY(R, BYTES) rows_##R##_##BYTES##_avx512_bf16,
 EACH_ROWS(INSTANCE, 0)
 EACH_ROWS(INSTANCE, 1)
 
-static void product(const int bytes, const ta_dot_tile *t)
+static void product_avx512_bf16(const int bytes, const ta_dot_tile *t)
 {
     static void (*const instances[2][ROWS])(const ta_dot_tile *, int) = {{EACH_ROWS(ENTRY, 0)},
                                                                          {EACH_ROWS(ENTRY, 1)}};
@@ -109,14 +110,14 @@ static void product(const int bytes, const ta_dot_tile *t)
     }
 }
 
-static void multiply(const ta_dot_tile *t)
+static void multiply_avx512_bf16(const ta_dot_tile *t)
 {
-    product(0, t);
+    product_avx512_bf16(0, t);
 }
 
-static void multiply_bytes(const ta_dot_tile *t)
+static void multiply_bytes_avx512_bf16(const ta_dot_tile *t)
 {
-    product(1, t);
+    product_avx512_bf16(1, t);
 }
 
 TARGET void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count)
@@ -127,14 +128,15 @@ TARGET void ta_round_bf16(uint16_t *dst, ptrdiff_t dst_step, const float *src, p
     }
 }
 
-static int allowed(void)
+static int allowed_avx512_bf16(void)
 {
     return 1;
 }
 
-static void nothing(void) {}
+static void nothing_avx512_bf16(void) {}
 
 extern const ta_dots ta_dots_avx512_bf16;
-const ta_dots ta_dots_avx512_bf16 = {allowed, nothing, nothing, multiply, multiply_bytes, ta_round_bf16};
+const ta_dots ta_dots_avx512_bf16 = {allowed_avx512_bf16,  nothing_avx512_bf16,        nothing_avx512_bf16,
+                                     multiply_avx512_bf16, multiply_bytes_avx512_bf16, ta_round_bf16};
 
 #endif
