@@ -76,23 +76,30 @@ products(const int bytes, const int rows, const int vectors, const ta_dot_tile *
     }
 }
 
+/* All columns of some rows of C. */
+TARGET static inline __attribute__((always_inline)) void row_products(const int bytes, const int rows,
+                                                                      const ta_dot_tile *t, int row)
+{
+    int column = 0;
+    for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)
+        products(bytes, rows, VECTORS, t, row, column);
+    if (column + 2 * LANES == t->columns)
+        products(bytes, rows, 2, t, row, column);
+    else if (column < t->columns)
+        products(bytes, rows, 1, t, row, column);
+}
+
 /* clang-format off */
 #define EACH_ROWS(X, BYTES) \
     X(1, BYTES) X(2, BYTES) X(3, BYTES) X(4, BYTES) X(5, BYTES) X(6, BYTES) X(7, BYTES) X(8, BYTES)
 /* clang-format on */
-#define INSTANCE(R, BYTES)                                                                              \
-    TARGET static __attribute__((noinline)) void rows_##R##_##BYTES##_avx512_bf16(const ta_dot_tile *t, \
-                                                                                  int row)              \
-    {                                                                                                   \
-        int column = 0;                                                                                 \
-        for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)                       \
-            products(BYTES, R, VECTORS, t, row, column);                                                \
-        if (column + 2 * LANES == t->columns)                                                           \
-            products(BYTES, R, 2, t, row, column);                                                      \
-        else if (column < t->columns)                                                                   \
-            products(BYTES, R, 1, t, row, column);                                                      \
+#define NAME(R, BYTES) rows_##R##_##BYTES##_avx512_bf16
+#define INSTANCE(R, BYTES)                                                                     \
+    TARGET static __attribute__((noinline)) void NAME(R, BYTES)(const ta_dot_tile *t, int row) \
+    {                                                                                          \
+        row_products(BYTES, R, t, row);                                                        \
     }
-#define ENTRY(R, BYTES) rows_##R##_##BYTES##_avx512_bf16,
+#define ENTRY(R, BYTES) NAME(R, BYTES),
 EACH_ROWS(INSTANCE, 0)
 EACH_ROWS(INSTANCE, 1)
 

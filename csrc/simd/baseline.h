@@ -72,18 +72,24 @@ typedef float floats __attribute__((vector_size(4 * TA_VL)));
 typedef other_real others __attribute__((vector_size(sizeof(other_real) * TA_VL)));
 
 #define load_words TA_NAME(load_words)
+#if TA_BITS == 32 && defined(__aarch64__)
 static inline words load_words(const uint16_t *from)
 {
-#if TA_BITS == 32 && defined(__aarch64__)
     return (words)vmovl_u16(vld1_u16(from));
+}
 #elif TA_BITS == 32 && defined(__SSE2__)
+static inline words load_words(const uint16_t *from)
+{
     return (words)_mm_unpacklo_epi16(_mm_loadl_epi64((const void *)from), _mm_setzero_si128());
+}
 #else /* gcc makes three times as many instructions of this */
+static inline words load_words(const uint16_t *from)
+{
     halves h;
     memcpy(&h, from, sizeof h);
     return __builtin_convertvector(h, words);
-#endif
 }
+#endif
 
 /* TA_VL elements as `real`: bfloat16, float16, and the other of float and double. */
 #define vec_load_bf16 TA_NAME(vec_load_bf16)
@@ -94,24 +100,30 @@ static inline vec vec_load_bf16(const uint16_t *from)
 
 #if TA_BITS == 32
 #define vec_load_int8 TA_NAME(vec_load_int8)
+#if defined(__aarch64__)
 static inline vec vec_load_int8(const signed char *from)
 {
-#if defined(__aarch64__)
     int32x2_t four = vdup_n_s32(0);
     memcpy(&four, from, TA_VL);
     return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)four))));
+}
 #elif defined(__SSE2__)
+static inline vec vec_load_int8(const signed char *from)
+{
     int four;
     memcpy(&four, from, TA_VL);
     __m128i twice = _mm_unpacklo_epi8(_mm_cvtsi32_si128(four), _mm_cvtsi32_si128(four));
     return (vec)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(twice, twice), 24));
+}
 #else
+static inline vec vec_load_int8(const signed char *from)
+{
     typedef signed char bytes __attribute__((vector_size(TA_VL)));
     bytes b;
     memcpy(&b, from, sizeof b);
     return __builtin_convertvector(b, vec);
-#endif
 }
+#endif
 #endif
 
 #define vec_load_other TA_NAME(vec_load_other)
