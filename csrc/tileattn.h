@@ -88,11 +88,12 @@ typedef struct ta_gemm_tile {
     ptrdiff_t next_bytes;
 } ta_gemm_tile;
 
-/* C[rows x columns] (+)= A B in bfloat16 dot products, their sums in float. A word holds two successive
- * elements of the contracted axis, the first in its lower half. Denormals count as zeros. */
+/* C[rows x columns] (+)= A B in dot products of bfloat16, their sums in float, or of int8, in int32. A word
+ * holds two or four successive elements of the contracted axis, the first in its lowest bits. bfloat16 that
+ * is subnormal counts as zero. */
 typedef struct ta_dot_tile {
     int rows;        /* 1 .. TA_DOT_ROWS; A is readable, C writable up to whole lots of TA_DOT_LOT */
-    int columns;     /* whole lots of 16 */
+    int columns;     /* whole lots of TA_DOT_LOT */
     ptrdiff_t depth; /* words: whole steps of TA_DOT_WORDS */
     const void *a;   /* words: those of a step lie side by side, of a row a_stride apart, */
     ptrdiff_t a_stride;
@@ -100,7 +101,7 @@ typedef struct ta_dot_tile {
     ptrdiff_t a_lot;  /* and of the next TA_DOT_LOT rows a_lot further */
     const void *b;    /* [depth][b_stride] words */
     ptrdiff_t b_stride;
-    void *c; /* [rows][c_stride] floats */
+    void *c; /* [rows][c_stride] floats or int32 */
     ptrdiff_t c_stride;
     int accumulate;
     const void *next; /* memory to bring into the second-level cache meanwhile */
@@ -117,7 +118,7 @@ typedef struct ta_dots {
     /* The same of words of four int8; C is int32, and is not added to. */
     void (*multiply_bytes)(const ta_dot_tile *tile);
     /* To bfloat16, to nearest, ties to even: a step's elements side by side, the next step's dst_step
-     * further. count is whole lots of 16. */
+     * further. count is whole lots of TA_DOT_LOT. */
     void (*round)(uint16_t *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t count);
 } ta_dots;
 

@@ -9,7 +9,7 @@
 
 #define TARGET __attribute__((target("avx512f,avx512bf16,avx512vnni")))
 #define UNROLL _Pragma("GCC unroll 8")
-typedef int32_t word __attribute__((may_alias)); /* two bfloat16 */
+typedef int32_t word __attribute__((may_alias)); /* two bfloat16, or four int8 */
 /* 8 x 3 accumulators, and a row of B. With what bytes need beside they fill all 32 registers, and gcc 12
  * spills. */
 enum { LANES = 16, ROWS = 8, VECTORS = 3 };
@@ -41,7 +41,8 @@ products(const int bytes, const int rows, const int vectors, const ta_dot_tile *
     const word *a[ROWS];
     UNROLL
     for (int i = 0; i < rows; i++)
-        a[i] = (const word *)t->a + (row + i) / LANES * t->a_lot + (row + i) % LANES * t->a_stride;
+        a[i] =
+            (const word *)t->a + (row + i) / TA_DOT_LOT * t->a_lot + (row + i) % TA_DOT_LOT * t->a_stride;
     const int32_t *b = (const int32_t *)t->b + column;
     for (ptrdiff_t step = 0; step < t->depth; step += TA_DOT_WORDS) {
         for (int p = 0; p < TA_DOT_WORDS; p++, b += t->b_stride) {
