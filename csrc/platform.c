@@ -52,8 +52,8 @@ int ta_is_forked_child(void)
     return forked_child;
 }
 
-/* What another library, or an earlier call of the user's, has left there must change no bit, since each
- * thread of a team has its own. */
+/* Sets the state that kernels are written for: what another library or an earlier call of the user's has
+ * set would change bits, and each thread of a team has its own. */
 ta_floats ta_take_floats(void)
 {
     ta_floats before;

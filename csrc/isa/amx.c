@@ -35,7 +35,7 @@ TARGET static void begin_amx(void)
     _tile_loadconfig(&config);
 }
 
-/* Until then each change of threads would save the tiles. */
+/* While tiles are configured, each change of threads saves them. */
 TARGET static void end_amx(void)
 {
     _tile_release();

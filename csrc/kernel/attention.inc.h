@@ -22,8 +22,8 @@
  * been computed from 0. A row decides that alone, panel by panel, so its bits do not depend on the rows
  * beside it. Lanes of keys beyond the block's end hold anything until they are hidden.
  */
-/* In units of log2. Few rows of real data rise so far above their first panel's maximum; weights, and the
- * values that they multiply, stay within 2^8 of what the true maximum would make of them. */
+/* In units of log2. Rarely does a row of real data rise so far above its first panel's maximum; weights,
+ * and the values that they multiply, stay within 2^8 of what the true maximum would make of them. */
 #define TA_RAISE 8
 /* From here on a maximum has too few bits behind the binary point for scores to start from it: they start
  * from 0, lose what they lose, and are taken relative to it in the end, so that equal keys weigh the same
@@ -86,7 +86,7 @@ TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *
         if (top == -INFINITY)
             continue;
         const real before = *row_max;
-        if (before != before) { /* an LSE of NaN, for settle_weights: so is all but what is hidden */
+        if (before != before) { /* attention_weights got an LSE of NaN: all are NaN but hidden ones */
             for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
                 vec score = vec_load(scores + j);
                 veci hidden = (veci)(score == vec_all(-INFINITY));

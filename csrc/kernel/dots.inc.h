@@ -149,7 +149,7 @@ static void TA_NAME(gemm_dots)(const ta_gemm_tile *t, ptrdiff_t a_lot, const ta_
     d.accumulate = t->accumulate;
     d.c = plain ? t->c : products;
     d.c_stride = plain ? t->c_stride : width;
-    /* Sums go on from what C holds on either way. */
+    /* multiply adds to what `products` holds, so C goes there first. */
     for (int i = 0; !plain && t->accumulate && i < t->rows; i++)
         memcpy(products + i * width, (const real *)t->c + i * t->c_stride, t->columns * sizeof(real));
     dots->multiply(&d);
@@ -245,7 +245,7 @@ static void TA_NAME(value_dots)(const ta_attention_tile *t, const ta_dots *dots)
     const ptrdiff_t first = t->key_begin / TA_KEYS * TA_KEYS;
     const ptrdiff_t last = (t->key_end + TA_KEYS - 1) / TA_KEYS * TA_KEYS;
     const int plain = t->rows % TA_DOT_LOT == 0;
-    enum { LOT = 64 };            /* columns: as many as AMX multiplies with few rows at once */
+    enum { LOT = 64 };            /* columns: as many as `multiply` takes at once for few rows */
     real sums[TA_DOT_ROWS * LOT]; /* in place of rows that belong to others */
     ta_dot_tile d = {
         .rows = t->rows,

@@ -99,9 +99,8 @@ TA_INLINE vec cap_scores(vec score, vec cap)
     return vec_select(below, score, cap * vec_tanh(score / cap));
 }
 
-/* Asks for a panel of a row's bias and mask. A tile does so for the rows of the next: for its own, two
- * panels ahead, left the first and the last, which trim_tile looks at, to wait for memory (3% of a call).
- */
+/* Asks for a panel of the next tile's rows. Asking for the tile's own, two panels ahead, left the first and
+ * the last panel, which trim_tile reads, waiting for memory: 3% of a call. */
 #define ask_panel TA_NAME(ask_panel)
 TA_INLINE void ask_panel(const ta_score_options *o, const ta_score_row *row, ptrdiff_t position)
 {

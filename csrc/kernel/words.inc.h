@@ -67,7 +67,7 @@ TA_INLINE scaling load_scaling(const int storage, const ta_words *b, ptrdiff_t g
     return s;
 }
 
-#if TA_LOOKUP_BITS /* which is fast for sixteen floats, too */
+#if TA_LOOKUP_BITS /* a table of sixteen floats is a lookup, too */
 static const real TA_NAME(digits)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #endif
 
