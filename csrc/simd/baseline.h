@@ -217,3 +217,9 @@ static inline uint16_t f16_from_real(real value)
 }
 #endif
 #endif
+
+#undef halves
+#undef words
+#undef counts
+#undef floats
+#undef others
