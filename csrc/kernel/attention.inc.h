@@ -607,7 +607,7 @@ TA_INLINE void finish_row_body(const int storage, char *dst, ptrdiff_t column_st
              * itself as an LSE to the bit, or its weight is 0 or inf. */
             *lse = *row_max / (real)TA_LOG2_E;
         else
-            *lse = (real)(log2_lse * 0.693147180559945309417);
+            *lse = (real)(log2_lse * TA_LN_2);
     }
 }
 

@@ -34,7 +34,12 @@
 #define TA_UNROLL _Pragma("GCC unroll 32")
 #endif
 
+#define TA_LOG2_E 1.4426950408889634074
+#define TA_LN_2 0.693147180559945309417
+
 #include TA_SIMD
+
+#define TA_KEYS (TA_ATTENTION_NV * TA_VL) /* of a panel */
 
 #include "kernel/storage.inc.h"
 #include "kernel/pack.inc.h"

@@ -25,8 +25,7 @@ TA_INLINE void weigh_parts(const ta_merge_tile *t)
     /* Where all weights are 0, any finite maximum serves. */
     max = vec_select(max == vec_all(-INFINITY), vec_all(0), max);
     for (ptrdiff_t p = 0; p < t->part_count; p++) {
-        vec weight =
-            vec_exp2((vec_load(weights + p * TA_VL) - max) * vec_all((real)1.44269504088896340736));
+        vec weight = vec_exp2((vec_load(weights + p * TA_VL) - max) * vec_all((real)TA_LOG2_E));
         vec_store(weights + p * TA_VL, weight);
         sum += weight;
     }

@@ -9,8 +9,6 @@
  * A bias and a mask are read by their strides, once for a tile, or once for a block of keys if all rows
  * share them. What they hide gets the score -inf by selection: its own score may be NaN.
  */
-#define TA_KEYS (TA_ATTENTION_NV * TA_VL)
-#define TA_LOG2_E 1.4426950408889634074
 #define TA_LOWEST (TA_BITS == 32 ? (real) - FLT_MAX : (real) - DBL_MAX)
 
 #define load_bias_row TA_NAME(load_bias_row)

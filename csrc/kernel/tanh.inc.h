@@ -23,7 +23,7 @@ TA_INLINE vec vec_tanh(vec x)
     TA_UNROLL
     for (int i = DEGREE - 2; i >= 0; i--)
         series = series * square + vec_all(c[i]);
-    vec e = vec_exp2(size * vec_all((real)(-2 * 1.4426950408889634074)));
+    vec e = vec_exp2(size * vec_all((real)(-2 * TA_LOG2_E)));
     vec beyond = vec_all(1) - (e + e) / (vec_all(1) + e);
     beyond = (vec)((veci)beyond | ((veci)x ^ (veci)size)); /* its sign */
     return vec_select((veci)(size < vec_all((real)0.625)), x + x * (square * series), beyond);
