@@ -12,7 +12,7 @@ G = N / K, H head width. Arrays are q[B,T,N,H], k[B,S,K,H], v[B,S,K,H].
 
 The layers; calls go down only::
 
-    Python API          attention.py  block.py  ...     checks, allocates, documents; no arithmetic
+    Python API          attention.py  block.py  ...     checks, prepares weights and angles
        |
     Cython loops        _core.pyx                       blocked loops over tiles, threads (OpenMP)
        |
