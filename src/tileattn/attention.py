@@ -527,7 +527,7 @@ def attention_weights(
     lse: ArrayLike,
     *,
     rows: ArrayLike | None = None,
-    reduce: str | None = None,
+    reduce: Literal["queries", "keys"] | None = None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     scale: float | None = None,

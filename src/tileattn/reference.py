@@ -16,7 +16,7 @@ key/value head at a time, and scores for a block of query rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -447,7 +447,7 @@ def attention_weights(
     lse: ArrayLike,
     *,
     rows: ArrayLike | None = None,
-    reduce: str | None = None,
+    reduce: Literal["queries", "keys"] | None = None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     scale: float | None = None,
