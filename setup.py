@@ -27,8 +27,11 @@ else:
     COMPILE += ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
     LINK += ["-lomp"] if sys.platform == "darwin" else ["-fopenmp"]
 # Nearly every build of Python hands its own -g down, and symbols would be six sevenths of the file.
-# Profilers and debuggers need them: CFLAGS=-g keeps them.
-if sys.platform == "linux" and "-g" not in os.environ.get("CFLAGS", "").split():
+# Profilers and debuggers need them: CFLAGS=-g, or -g3 and the like, keeps them.
+WANTS_SYMBOLS = any(
+    flag.startswith("-g") and flag != "-g0" for flag in os.environ.get("CFLAGS", "").split()
+)
+if sys.platform == "linux" and not WANTS_SYMBOLS:
     COMPILE.append("-g0")
     LINK.append("-Wl,-s")
 # One wheel serves every Python from 3.11 on, for some 0.4 us more a call than one of its own.
