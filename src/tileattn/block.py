@@ -244,7 +244,6 @@ class AttentionBlock(SetOnce):
     weight_dtype : "bfloat16", "int8", "int4" or None, optional
         What float32 weights are rounded to and kept as, in 1/2, 1/4 and 1/6 of the memory. int8 has
         a scale for each output column, int4 a scale and a minimum for each 32 of its weights.
-
     arithmetic : "float32", "int8" or None, optional
         "float32" multiplies bfloat16 weights with x in float32, too, where bfloat16 dot products
         would do it. "int8" allows that what meets weights of int8 is rounded to int8 as well, with
@@ -551,7 +550,7 @@ class AttentionBlock(SetOnce):
         query_seq_lengths, key_value_seq_lengths : int arrays [B], optional
             As in `dot_product_attention`. A row beyond its length attends to nothing: it is
             ``norm(x + b_o)``, and is not added to `cache`. A cache knows the lengths of its keys.
-        out : array of x's shape, optional
+        out : array of x's shape and dtype, optional
             No overlap with an input.
         num_threads : int, optional
             For this call, by default `get_num_threads()`.
