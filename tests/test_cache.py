@@ -802,7 +802,7 @@ def test_out_over_scales_is_refused():
     cache.append(k, v)
     scales = cache._value_scales
     out = np.lib.stride_tricks.as_strided(scales, (1, 1, 2, 8), (0, 0, scales.strides[2], 4))
-    with pytest.raises(ValueError, match="out overlaps value_scales"):
+    with pytest.raises(ValueError, match="out overlaps the cache's value scales"):
         cache.attend(q[:, :1], out=out)
 
 

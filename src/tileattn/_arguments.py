@@ -226,22 +226,39 @@ class CacheParameters(SetOnce):
         check_stored_type(f"{name}.dtype", self.dtype, dtype)
 
     def _arrays(self) -> list[Array]:
-        """All that is kept of a position, [B, slots, ...]."""
-        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
-        return [a for a in arrays if a is not None]
+        return list(self._named_arrays().values())
+
+    def _named_arrays(self) -> dict[str, Array]:
+        """All that is kept of a position, [B, slots, ...], and what it is called."""
+        arrays = {
+            "the cache's keys": self._keys,
+            "the cache's values": self._values,
+            "the cache's key scales": self._key_scales,
+            "the cache's value scales": self._value_scales,
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def _span(self) -> CacheSpan:
         """What it holds."""
+        return self._span_of(None, None, self._lengths, self._longest)
+
+    def _span_of(
+        self,
+        starts: Integers | None,
+        counts: Integers | None,
+        lengths: Integers,
+        longest: Integers,
+    ) -> CacheSpan:
         return CacheSpan(
             self._keys,
             self._values,
             self._key_scales,
             self._value_scales,
             self.window is not None,
-            None,
-            None,
-            self._lengths,
-            self._longest,
+            starts,
+            counts,
+            lengths,
+            longest,
         )
 
     def _longer_span(self, name: str, T: int, counts: Integers | None) -> CacheSpan:
@@ -265,17 +282,7 @@ class CacheParameters(SetOnce):
                 f"{self._lengths[b]} already: that does not fit a capacity of {self.capacity}"
                 f"{limit}"
             )
-        return CacheSpan(
-            self._keys,
-            self._values,
-            self._key_scales,
-            self._value_scales,
-            window is not None,
-            self._lengths,
-            counts,
-            lengths,
-            longest,
-        )
+        return self._span_of(self._lengths, counts, lengths, longest)
 
     def _write(self, span: CacheSpan, write: Callable[..., Result], *arguments: Any) -> Result:
         """What `write` returns, which writes new positions; they count from `_advance` on.
@@ -303,11 +310,15 @@ class CacheParameters(SetOnce):
         """The first key that a query at each position sees."""
         return np.maximum(positions + 1 - (self.window or self.capacity), 0)
 
+    def _first_lost(self, positions: Integers) -> int | None:
+        """The first sequence of which a ring has lost what a query at that position sees."""
+        lost = self._first_seen(positions) < self._oldest
+        return int(lost.argmax()) if lost.any() else None
+
     def _check_left(self, offset: Integers) -> None:
         """Raise unless a ring still has what queries from the offset on see."""
-        lost = self._first_seen(offset) < self._oldest
-        if lost.any():
-            b = int(lost.argmax())
+        b = self._first_lost(offset)
+        if b is not None:
             raise ValueError(
                 f"query_offset is {offset[b]} for sequence {b}, where a query sees {self.window} "
                 f"positions, but only those from {self._oldest[b]} on are left"
@@ -847,6 +858,7 @@ def check_block_inputs(
     has_batch = x.ndim == 3
     B, T = len(x) if has_batch else 1, x.shape[-2]
     S, span = T, None
+    holder: CacheParameters | None = None
     if cache is None and not isinstance(context, CacheParameters):
         context = check_context(context, x, D, Dc)
         if context is not None:
@@ -879,6 +891,7 @@ def check_block_inputs(
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
         )
+        holder = cast(CacheParameters, context if cache is None else cache)
         context = None
         if span.is_ring and not (mask is None and bias is None):
             raise TypeError(
@@ -893,14 +906,7 @@ def check_block_inputs(
             mask, bias = _apart(mask, cache), _apart(bias, cache)
         visibility = visibility.with_mask(mask)
     if out is not None:
-        kept: dict[str, Array | None] = {}
-        if span is not None:
-            kept = {
-                "the cache": span.keys,
-                "the cache's values": span.values,
-                "the cache's key scales": span.key_scales,
-                "the cache's value scales": span.value_scales,
-            }
+        kept = {} if holder is None else holder._named_arrays()
         out = check_out(out, x.shape, dtype, x=x, context=context, mask=mask, bias=bias, **kept)
     if not has_batch:
         x, context = x[None], None if context is None else context[None]

@@ -38,7 +38,7 @@ from tileattn.attention import attend
 from tileattn.config import resolve_threads
 
 CACHE_LINE = 64
-ASIDE = -1
+ASIDE = -1  # where `reorder` keeps the sequence that it takes out of a cycle
 INT8 = np.dtype(np.int8)
 
 
@@ -425,16 +425,7 @@ class KVCache(CacheParameters):
         target = None
         if out is not None:
             shape = (B, T, N, self.v_head_dim)
-            target = check_out(
-                out,
-                shape,
-                q.dtype,
-                q=q,
-                keys=self._keys,
-                values=self._values,
-                key_scales=self._key_scales,
-                value_scales=self._value_scales,
-            )
+            target = check_out(out, shape, q.dtype, q=q, **self._named_arrays())
         is_causal = check_flag("is_causal", is_causal)
         counts = check_lengths("query_seq_lengths", query_seq_lengths, B, T)
         scores = check_scores(
@@ -515,12 +506,11 @@ class KVCache(CacheParameters):
         longest = self._longest
         if self.window is not None:
             cut = (left > 0) & (left < self._lengths)
-            lost = cut & (self._first_seen(left) < self._oldest)
-            if lost.any():
-                b = int(lost.argmax())
+            lost = self._first_lost(np.where(cut, left, longest))  # behind all nothing is lost
+            if lost is not None:
                 raise ValueError(
-                    f"lengths cuts sequence {b} to {left[b]} positions, but only those from "
-                    f"{self._oldest[b]} on are left, and the next one sees {self.window}"
+                    f"lengths cuts sequence {lost} to {left[lost]} positions, but only those from "
+                    f"{self._oldest[lost]} on are left, and the next one sees {self.window}"
                 )
             longest = np.where(left == 0, 0, longest)
         self._set(left, longest)
@@ -597,13 +587,12 @@ class KVCache(CacheParameters):
             )
         if self.window is None:
             return
-        lost = self._first_seen(offset) < self._oldest
-        if lost.any():
-            b = int(lost.argmax())
+        lost = self._first_lost(offset)
+        if lost is not None:
             raise ValueError(
-                f"q has {self._lengths[b] - offset[b]} queries for sequence {b}, of which the "
-                f"first sees {self.window} positions up to {offset[b]}, but only those from "
-                f"{self._oldest[b]} on are left"
+                f"q has {self._lengths[lost] - offset[lost]} queries for sequence {lost}, of which "
+                f"the first sees {self.window} positions up to {offset[lost]}, but only those from "
+                f"{self._oldest[lost]} on are left"
             )
 
     def _check_input(self, name: str, value: ArrayLike) -> Array:
