@@ -67,9 +67,9 @@ cdef enum:
     # The same, and the rows of a packed block of A, where weights are multiplied in bfloat16 dot products.
     # 256 rows in slices of the depth, 256 and 512 over the whole of it took up to 1.2 times as long.
     DOT_WHOLE_DEPTH = 1 << 20
+    DOT_MC = 128
     # Products of int8 whose sum an int32 holds: 2^31 / 128 / 128.
     EXACT_DEPTH = 1 << 17
-    DOT_MC = 128
     # Query rows (positions times heads of the group) that share one packed block of keys: 384 take 2-5%
     # longer, 192 spend twice the time on packing, 768 leave little to balance on several threads.
     # Shorter sequences take several K/V heads into an item, 4-9% faster at 128 rows of 32 columns.
