@@ -531,6 +531,7 @@ cdef int panels_to_walk(const ta_kernels *kernels, const Panel *b, Py_ssize_t co
 
 
 cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil:
+    """C[rows, columns] = A[rows, depth] B[depth, columns] + bias for a share of rows and of panels."""
     cdef const ta_kernels *kernels = g.kernels
     cdef Py_ssize_t itemsize = kernels.itemsize
     cdef Py_ssize_t row_part = item // g.panel_parts, panel_part = item % g.panel_parts
@@ -670,6 +671,7 @@ cdef void finish_product(const Gemm *g, Py_ssize_t begin, Py_ssize_t end, Py_ssi
 # ------------------------------------------------------------------ LayerNorm(X + Z)
 
 cdef void norm_rows(const Norm *n, Py_ssize_t begin, Py_ssize_t end) noexcept nogil:
+    """out[rows, D] = norm(x[rows, D] + residual[rows, D]) for rows [begin, end)."""
     cdef Py_ssize_t row, itemsize = n.kernels.itemsize
     cdef const char *residual = NULL
     for row in range(begin, end):
@@ -1585,6 +1587,9 @@ cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ss
 
 
 cdef void attention_item(const Attention *a, Py_ssize_t item, char *memory) noexcept nogil:
+    """out[T, G, Hv] of some K/V heads from q[T, G, H], k[S, H] and v[S, Hv]: of a tile of the stacked T * G
+    rows, and of all chunks of S or one.
+    """
     cdef Py_ssize_t all_rows = a.group * a.q.shape[1], K = a.k.shape[2]
     cdef Py_ssize_t first_chunk = item % a.chunks if a.split else 0
     cdef Py_ssize_t left = item // a.chunks if a.split else item
@@ -1756,6 +1761,7 @@ cdef Py_ssize_t merge_scratch(const Merge *m, char *memory, ta_state **parts,
 
 cdef void merge_states_item(const void *plan, Py_ssize_t item, Py_ssize_t items,
                             char *memory) noexcept nogil:
+    """out[rows, Hv] and lse[rows] from those of all parts, for a share of the I * J * L rows."""
     cdef const Merge *m = <const Merge *>plan
     cdef const Array *first = m.outs
     cdef Py_ssize_t J = first.shape[1], L = first.shape[2], rows = first.shape[0] * J * L
@@ -1798,6 +1804,7 @@ cdef struct Append:
 
 
 cdef void append_item(const void *plan, Py_ssize_t item, Py_ssize_t items, char *row) noexcept nogil:
+    """A share of the B * T rows [K, H] of k, and then of those [K, Hv] of v, into their slots."""
     cdef const Append *a = <const Append *>plan
     cdef const ta_kernels *kernels = a.kernels
     cdef Py_ssize_t T = a.source[0].shape[1], each = a.source[0].shape[0] * T, at, b, t, head, width
@@ -3072,7 +3079,7 @@ def project(x, PackedMatrix w, tuple outputs, tuple biases, int threads):
 def add_norm(x, residual, out, norm, int threads):
     """norm(x + residual) into `out`, for a LayerNorm or an RMSNorm that fits.
 
-    The arrays are [1, rows, D] with contiguous rows; residual may be None.
+    x and residual are [B, T, D], out is [1, B * T, D], all with contiguous rows; residual may be None.
     """
     cdef Norm n
     cdef Array array
