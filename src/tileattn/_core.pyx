@@ -1811,6 +1811,7 @@ cdef void append_item(const void *plan, Py_ssize_t item, Py_ssize_t items, char 
     cdef const Array *source
     cdef const Array *target
     cdef char *to
+    cdef char *reals
     for at in range(item * 2 * each // items, (item + 1) * 2 * each // items):
         source = &a.source[at // each]
         target = &a.target[at // each]
@@ -1821,15 +1822,14 @@ cdef void append_item(const void *plan, Py_ssize_t item, Py_ssize_t items, char 
         width = source.shape[3]
         for head in range(source.shape[2]):
             to = at3(target, b, (a.starts[b] + t) % target.shape[1], head, size_of(kernels, target))
-            if target.storage == TA_REAL:
-                row = to
+            reals = to if target.storage == TA_REAL else row
             kernels.load_row[source.storage](
-                row, at3(source, b, t, head, size_of(kernels, source)), width, source.stride[3])
+                reals, at3(source, b, t, head, size_of(kernels, source)), width, source.stride[3])
             if target.storage == TA_INT8:
                 kernels.quantize_row(
-                    to, scales_of(target, b, (a.starts[b] + t) % target.shape[1], head), row, width)
+                    to, scales_of(target, b, (a.starts[b] + t) % target.shape[1], head), reals, width)
             elif target.storage != TA_REAL:
-                kernels.store_row[target.storage](to, row, width)
+                kernels.store_row[target.storage](to, reals, width)
 
 
 # ------------------------------------------------------------------ instruction sets
