@@ -763,8 +763,8 @@ cdef struct Attention:
     const char *sinks      # [N], or NULL
     Py_ssize_t ring        # position j lies at j modulo this, a multiple of TA_KEY_BLOCK
     Py_ssize_t group       # G
-    Array weights          # [B, N, T, S], or without the axis summed over; data is NULL for attention
-    Sum weights_sum        # weights are relative to lse then, and there are no values
+    Array weights_out      # [B, N, T, S], or without the axis summed over; data is NULL for attention
+    Sum sum_over           # weights are relative to lse then, and there are no values
     const int64_t *positions   # [T] of the query rows, counted from row 0, or NULL for 0, 1, 2, ...
     # The plan: an item is some K/V heads, a tile of their rows, and all chunks of the keys or one.
     bint few               # rows: keys and values are read as they lie, for all heads of an item at once
@@ -772,7 +772,7 @@ cdef struct Attention:
     bint v_in_place
     bint mask_of_keys      # is the same for all rows of a sequence
     bint bias_of_keys
-    bint score_rows        # rows have options of their own
+    bint has_score_rows    # rows have options of their own
     Py_ssize_t head_parts
     Py_ssize_t tiles       # of the G * T stacked rows of one K/V head
     Py_ssize_t chunks      # of the keys
@@ -851,8 +851,9 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
     a.v_in_place = in_place(a, &a.v)
     a.mask_of_keys = a.mask.data != NULL and a.mask.stride[1] == 0 and a.mask.stride[2] == 0
     a.bias_of_keys = a.bias.data != NULL and a.bias.stride[1] == 0 and a.bias.stride[2] == 0
-    a.score_rows = (a.softcap != 0 or a.slopes != NULL or (a.mask.data != NULL and not a.mask_of_keys)
-                    or (a.bias.data != NULL and not a.bias_of_keys))
+    a.has_score_rows = (a.softcap != 0 or a.slopes != NULL
+                        or (a.mask.data != NULL and not a.mask_of_keys)
+                        or (a.bias.data != NULL and not a.bias_of_keys))
     a.chunks = chunks_of(a.k.shape[1]) if rows <= CHUNKED_ROWS else 1
     a.tiles = 1 if rows <= CHUNKED_ROWS else ceil_div(rows, TILE_ROWS)
     a.head_parts = 1 if a.few else ceil_div(K, max(TILE_ROWS // max(rows, <Py_ssize_t>1), <Py_ssize_t>1))
@@ -954,10 +955,10 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     s.first = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.last = <Py_ssize_t *>carve(&cursor, rows * sizeof(Py_ssize_t))
     s.score_rows = <ta_score_row *>carve(
-        &cursor, (states + TA_MAX_ROWS) * sizeof(ta_score_row) if a.score_rows else 0)
+        &cursor, (states + TA_MAX_ROWS) * sizeof(ta_score_row) if a.has_score_rows else 0)
     s.seen = <Seen *>carve(&cursor, row_tiles_of(a, rows) * sizeof(Seen))
-    s.weights_from = carve(&cursor, rows * itemsize if a.weights.data != NULL else 0)
-    s.weights_sum = carve(&cursor, a.group * TA_KEY_BLOCK * itemsize if a.weights.data != NULL else 0)
+    s.weights_from = carve(&cursor, rows * itemsize if a.weights_out.data != NULL else 0)
+    s.weights_sum = carve(&cursor, a.group * TA_KEY_BLOCK * itemsize if a.weights_out.data != NULL else 0)
     return cursor - <uintptr_t>memory
 
 
@@ -1146,21 +1147,21 @@ cdef void take_weights(const Attention *a, const AttentionScratch *s, const ta_a
     cdef Py_ssize_t begin = t.key_begin // nr * nr, end = round_up(t.key_end, nr), i, g, of_all
     cdef const char *weights
     kernels.settle_weights(t, s.weights_from + row * itemsize)
-    if a.weights_sum == OVER_QUERIES:
+    if a.sum_over == OVER_QUERIES:
         for g in range(min(G, <Py_ssize_t>t.rows)):
             of_all = s.first_row + row + g
             kernels.add_rows(
                 s.weights_sum + (of_all % G * TA_KEY_BLOCK + begin) * itemsize,
                 <const char *>t.weights + (g * TA_WEIGHT_STRIDE + begin) * itemsize,
                 ceil_div(t.rows - g, G), end - begin, G * TA_WEIGHT_STRIDE)
-    elif a.weights_sum == OVER_NOTHING:
+    elif a.sum_over == OVER_NOTHING:
         for i in range(t.rows):
             of_all = s.first_row + row + i
             weights = <const char *>t.weights + (i * TA_WEIGHT_STRIDE + t.key_begin) * itemsize
             write_numbers(
-                at3(&a.weights, b, head * G + of_all % G, of_all // G, itemsize)
-                + (t.key_start + t.key_begin) * a.weights.stride[3] * itemsize,
-                a.weights.stride[3], weights, t.key_end - t.key_begin, itemsize)
+                at3(&a.weights_out, b, head * G + of_all % G, of_all // G, itemsize)
+                + (t.key_start + t.key_begin) * a.weights_out.stride[3] * itemsize,
+                a.weights_out.stride[3], weights, t.key_end - t.key_begin, itemsize)
 
 
 cdef void write_numbers(char *to, Py_ssize_t stride, const char *numbers, Py_ssize_t count,
@@ -1290,7 +1291,7 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
             t.key_end = min(seen.end - block, end)
             t.first = s.first + first
             t.last = s.last + first
-            t.score_rows = s.score_rows + at + first if a.score_rows else NULL
+            t.score_rows = s.score_rows + at + first if a.has_score_rows else NULL
             if own_hidden and t.key_begin < t.key_end:
                 kernels.trim_tile(t)
             if t.key_begin < t.key_end:
@@ -1368,7 +1369,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
             if key_begin >= key_end:
                 block = block + step
                 continue
-        t.options = &options if a.score_rows or options.key_bias != NULL else NULL
+        t.options = &options if a.has_score_rows or options.key_bias != NULL else NULL
         for head in range(head_begin, head_end):                # K/V heads
             if a.dots != NULL:
                 attend_dots(a, s, b, head, (head - head_begin) * rows, rows, key_begin, key_end, own_hidden,
@@ -1398,7 +1399,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 t.first = s.first + row
                 t.last = s.last + row
                 at = (head - head_begin) * rows + row
-                t.score_rows = s.score_rows + at if a.score_rows else NULL
+                t.score_rows = s.score_rows + at if a.has_score_rows else NULL
                 if own_hidden:
                     kernels.trim_tile(&t)
                     if t.key_begin >= t.key_end:
@@ -1437,7 +1438,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
                 else:
                     # Asking for the next block here, as above, made nothing faster and 128 keys slower.
                     kernels.weigh_tile(&t)
-                if a.weights.data != NULL:
+                if a.weights_out.data != NULL:
                     take_weights(a, s, &t, b, head, row)
                     continue
                 add_values(a, s, b, head, key_begin, key_end, some_hidden, &v, &t)
@@ -1527,12 +1528,12 @@ cdef void finish_weights(const Attention *a, const AttentionScratch *s, Py_ssize
         total = 0
         for j in range(vl):
             total = total + number_at(a, s.first_chunk.row_sum, i * vl + j)
-        set_number(a, at3(&a.weights, b, n, t, a.kernels.itemsize), 0, total)
+        set_number(a, at3(&a.weights_out, b, n, t, a.kernels.itemsize), 0, total)
 
 
 cdef Py_ssize_t weights_items(const Attention *a) noexcept nogil:
     return a.q.shape[0] * a.k.shape[2] * (
-        ceil_div(a.k.shape[1], TA_KEY_BLOCK) if a.weights_sum == OVER_QUERIES else a.tiles)
+        ceil_div(a.k.shape[1], TA_KEY_BLOCK) if a.sum_over == OVER_QUERIES else a.tiles)
 
 
 cdef void weights_item(const void *plan, Py_ssize_t item, Py_ssize_t _items, char *memory) noexcept nogil:
@@ -1545,7 +1546,7 @@ cdef void weights_item(const void *plan, Py_ssize_t item, Py_ssize_t _items, cha
     cdef AttentionScratch s
 
     attention_scratch(a, &s, memory)
-    if a.weights_sum == OVER_QUERIES:
+    if a.sum_over == OVER_QUERIES:
         tile, tile_end = 0, a.tiles
         key_begin = part * TA_KEY_BLOCK
         key_end = min(S, key_begin + TA_KEY_BLOCK)
@@ -1557,13 +1558,14 @@ cdef void weights_item(const void *plan, Py_ssize_t item, Py_ssize_t _items, cha
         start_weights(a, &s, b, head, rows)
         read_tile(a, &s, b, head, head + 1, rows, &begin, &end)
         attend(a, &s, b, head, head + 1, rows, max(begin, key_begin), min(end, key_end), &s.first_chunk)
-        if a.weights_sum == OVER_KEYS:
+        if a.sum_over == OVER_KEYS:
             finish_weights(a, &s, b, head, rows)
         tile = tile + 1
-    if a.weights_sum == OVER_QUERIES:
+    if a.sum_over == OVER_QUERIES:
         for g in range(G):
-            write_numbers(at3(&a.weights, b, head * G + g, key_begin, itemsize), a.weights.stride[2],
-                          s.weights_sum + g * TA_KEY_BLOCK * itemsize, key_end - key_begin, itemsize)
+            write_numbers(at3(&a.weights_out, b, head * G + g, key_begin, itemsize),
+                          a.weights_out.stride[2], s.weights_sum + g * TA_KEY_BLOCK * itemsize,
+                          key_end - key_begin, itemsize)
 
 
 cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ssize_t head_begin,
@@ -1580,9 +1582,9 @@ cdef void read_tile(const Attention *a, AttentionScratch *s, Py_ssize_t b, Py_ss
         end[0] = max(end[0], s.seen[r].end)
     for head in range(heads):
         pack_q(a, b, head_begin + head, s.first_row, rows, s.q + head * rows * size)
-        if a.score_rows:
+        if a.has_score_rows:
             read_score_rows(a, b, head_begin + head, s.first_row, rows, s.score_rows + head * rows)
-    if a.score_rows:
+    if a.has_score_rows:
         memset(s.score_rows + heads * rows, 0, TA_MAX_ROWS * sizeof(ta_score_row))
 
 
@@ -2251,19 +2253,6 @@ cdef Array whole_array(char *data, Py_ssize_t B, Py_ssize_t T, Py_ssize_t N, Py_
 
 # ------------------------------------------------------------------ operations on arrays
 
-cdef int no_options(Attention *a) except -1:
-    """Sets what not every call has."""
-    a.dots = NULL
-    a.left = a.right = -1
-    a.mask = a.bias = whole_array(NULL, 0, 0, 0, 0)
-    a.softcap = 0
-    a.slopes = a.sinks = NULL
-    a.ring = PY_SSIZE_T_MAX
-    a.weights.data = NULL
-    a.positions = NULL
-    return 0
-
-
 cdef class Visibility:
     """Which query sees which key; a bias of -inf hides keys as well."""
 
@@ -2309,8 +2298,13 @@ cdef class Scores:
 
 
 cdef int read_options(Attention *a, Scores scores, Visibility visibility) except -1:
-    """Reads what `scores` and `visibility` say."""
-    no_options(a)
+    """Reads what `scores` and `visibility` say; whatever else not every call has is left out."""
+    a.dots = NULL
+    a.left = a.right = -1
+    a.mask = a.bias = whole_array(NULL, 0, 0, 0, 0)
+    a.ring = PY_SSIZE_T_MAX
+    a.weights_out.data = NULL
+    a.positions = NULL
     a.scale = scores.scale
     a.softcap = scores.softcap
     a.slopes = read_vector(scores.alibi_slopes)
@@ -2565,16 +2559,16 @@ def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibil
     if q.shape[0] == 0 or q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0:
         out.fill(0)
         return
-    read_array(out, &a.weights, True)
-    a.weights_sum = OVER_NOTHING
+    read_array(out, &a.weights_out, True)
+    a.sum_over = OVER_NOTHING
     if summed is not None:
-        a.weights_sum = OVER_QUERIES if summed == "queries" else OVER_KEYS
+        a.sum_over = OVER_QUERIES if summed == "queries" else OVER_KEYS
     a.positions = read_integers(rows)
     a.group = a.q.shape[2] // a.k.shape[2]
     # Values without columns, which are nowhere.
     a.v = whole_array(NULL, a.k.shape[0], a.k.shape[1], a.k.shape[2], 0)
     threads = team_size(threads, attention_flops(&a))
-    plan_attention(&a, 1 if a.weights_sum == OVER_QUERIES else threads, a.q.shape[0])
+    plan_attention(&a, 1 if a.sum_over == OVER_QUERIES else threads, a.q.shape[0])
     # One path for all, so that a row's bits do not depend on which others are asked for.
     a.few = a.k_in_place = a.split = False
     a.v_in_place = True
