@@ -398,6 +398,11 @@ class BlockWeights(NamedTuple):
     is_causal: bool
     window: tuple[int, int] | None
 
+    @property
+    def has_quantized(self) -> bool:
+        """Whether a QuantizedMatrix is among the matrices, for arithmetic in float32 or int8."""
+        return any(isinstance(matrix, HeadMatrix) for matrix in self.matrices)
+
 
 class BlockInputs(NamedTuple):
     """What `check_block_inputs` found, with the B axis in place."""

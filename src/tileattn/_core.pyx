@@ -2793,9 +2793,8 @@ cdef class Block:
         self.N, self.H = w_q.shape[1], w_q.shape[2]
         self.K, self.Hv = w_v.shape[1], w_v.shape[2]
         # One arithmetic for all projections, so that it has a name.
-        is_mixed = any(hasattr(matrix, "matrix") for matrix in w.matrices)
         kinds = {"bfloat16": w.weight_dtype == "bfloat16",
-                 "float32": w.arithmetic == "float32" or is_mixed,
+                 "float32": w.arithmetic == "float32" or w.has_quantized,
                  "int8": w.arithmetic == "int8" and (
                      max(w_q.shape[0], w_k.shape[0], self.N * self.Hv) <= EXACT_DEPTH)}
         flat = [matrix.reshape(matrix.shape[0], -1) for matrix in (w_q, w_k, w_v)]
