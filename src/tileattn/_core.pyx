@@ -213,6 +213,15 @@ cdef const int64_t *read_integers(object source) except? NULL:
     return <const int64_t *>array.data
 
 
+cdef const char *read_vector(object source) except? NULL:
+    """Pointer to a contiguous array, NULL for None."""
+    cdef Array array
+    if source is None:
+        return NULL
+    read_array(source, &array)
+    return array.data
+
+
 cdef inline Py_ssize_t size_of(const ta_kernels *kernels, const Array *x) noexcept nogil:
     """Bytes of an element."""
     if x.storage == TA_REAL:
@@ -2613,19 +2622,10 @@ def merge_states(list outs, list lses, out, lse, int threads):
     items = min(<Py_ssize_t>threads, lse.size)
     threads = <int>items
     each = merge_scratch(&m, NULL, &parts, &weights)
-    scratch = take_scratch(each * max(<Py_ssize_t>1, items))
+    scratch = take_scratch(each * threads)
     with nogil:
         deal(merge_states_item, &m, items, threads, scratch.data, each)
     give_scratch(scratch)
-
-
-cdef const char *read_vector(object source) except? NULL:
-    """Pointer to a contiguous array, NULL for None."""
-    cdef Array array
-    if source is None:
-        return NULL
-    read_array(source, &array)
-    return array.data
 
 
 cdef ta_norm read_norm(object norm, Py_ssize_t columns) except *:
@@ -2819,8 +2819,8 @@ cdef class Block:
         for i in range(3):
             self.heads[i].kernels = self.w_q.kernels
             self.heads[i].norm = read_norm((w.q_norm, w.k_norm, None)[i], self.H)
-            self.heads[i].rope = ta_rope(0, self.H, w.rotary_dim, interleaved, self.H, self.H)
-        self.heads[2].rope = ta_rope(0, self.Hv, 0, False, self.Hv, self.Hv)
+            width, rotary_dim = (self.Hv, 0) if i == 2 else (self.H, w.rotary_dim)
+            self.heads[i].rope = ta_rope(0, width, rotary_dim, interleaved, width, width)
         self.residual = w.residual
 
     cdef void plan_fresh(self, Fresh *fresh, Gemm *g, Heads *heads, Target *targets, char *scratch,
