@@ -11,6 +11,7 @@ _Array = npt.NDArray[Any]
 _Integers = npt.NDArray[np.int64]
 
 KEY_BLOCK: int
+SLICE_DEPTH: int
 
 def compiled_isas() -> tuple[str, ...]: ...
 def available_isas() -> tuple[str, ...]: ...

@@ -2060,6 +2060,10 @@ def measure_read_bandwidth(source, int threads):
 
 # ------------------------------------------------------------------ packed weights
 
+# No group of quantised weights may lie in two slices.
+SLICE_DEPTH = GEMM_KC
+
+
 cdef struct Source:
     # A matrix as it comes: floats, or integers and what makes weights of them.
     int words              # what it is packed as: a ta_weights
