@@ -609,7 +609,8 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                         t.next = NULL
                         t.next_bytes = 0
                     elif tiles == 1:
-                        t.next = <const char *>t.b + (STREAM_AHEAD if dots == NULL else DOT_AHEAD)
+                        t.next = <const void *>(        # by way of a number: it may lie behind all of B
+                            <uintptr_t>t.b + (STREAM_AHEAD if dots == NULL else DOT_AHEAD))
                     elif pack_depth == g.depth:                 # one panel lies behind the other
                         t.next = <const char *>t.b + min(slice_depth(g), pack_depth) * bits // 8
                     else:
@@ -641,7 +642,7 @@ cdef void gemm_item(const Gemm *g, Py_ssize_t item, char *memory) noexcept nogil
                         else:
                             kernels.gemm_tile(&t)
                         if t.next != NULL:
-                            t.next = <const char *>t.next + t.next_bytes
+                            t.next = <const void *>(<uintptr_t>t.next + t.next_bytes)
                     kc = kc + t.depth
                     if kc >= pc + pack_depth:
                         break
