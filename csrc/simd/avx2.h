@@ -4,8 +4,8 @@
 
 #define TA_GEMM_MR 6 /* 6 x 2 accumulators, a row of B and a broadcast fill 15 of 16 registers */
 #define TA_GEMM_NV 2
-#define TA_WALK_ROWS 3
-#define TA_GEMM_MC 96
+#define TA_WALK_ROWS 3 /* of 2 vectors in 2 panels: 12 sums; 4 rows would fill all registers */
+#define TA_GEMM_MC 96  /* times a slice of 512 floats: 192 KiB of the second-level cache */
 #define TA_ATTENTION_MR 6
 #define TA_ATTENTION_NV 2
 #define TA_FEW_VECTORS 4 /* of values at once, for one or two rows; half of it for more */

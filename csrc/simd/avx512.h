@@ -6,8 +6,8 @@
  * multiply-add (16 for 28, against 12 for 27) and are 3-8% slower where a core is shared; so are 8 x 3. */
 #define TA_GEMM_MR 9
 #define TA_GEMM_NV 3
-#define TA_WALK_ROWS 4
-#define TA_GEMM_MC 108
+#define TA_WALK_ROWS 4 /* of 3 vectors in 2 panels: 24 sums; 5 rows would not leave room for B */
+#define TA_GEMM_MC 108 /* times a slice of 512 floats: 216 KiB of the second-level cache */
 #define TA_ATTENTION_MR 14
 #define TA_ATTENTION_NV 2
 #define TA_FEW_VECTORS 8 /* of values at once, for one or two rows; half of it for more */

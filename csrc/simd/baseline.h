@@ -16,8 +16,9 @@
 #define TA_EACH_GEMM_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV)
 #define TA_EACH_ATTENTION_ROWS(X, NV) X(1, NV) X(2, NV) X(3, NV) X(4, NV) X(5, NV) X(6, NV)
 #endif
-#define TA_WALK_ROWS 2
-#define TA_GEMM_MC (14 * TA_GEMM_MR)
+#define TA_WALK_ROWS 2 /* of 3 vectors in 2 panels: 12 sums, with 16 registers */
+#define TA_GEMM_MC \
+    (14 * TA_GEMM_MR) /* times a slice of 512 floats: 112 or 224 KiB of the second-level cache */
 #define TA_ATTENTION_NV 2
 #define TA_FEW_VECTORS 4 /* of values at once, for one or two rows; half of it for more */
 #define TA_LOOKUP_BITS 0 /* exp2 without a table: there is no fast lookup */

@@ -402,7 +402,11 @@ cdef struct Gemm:
 
 
 cdef void split_gemm(Gemm *g, int threads) noexcept nogil:
-    """Decides the work items: columns for few rows, so that each thread reads its share of B once."""
+    """Decides the work items: columns for few rows, so that each thread reads its share of B once.
+
+    Few are up to 8 register tiles a thread: if each read all of B, that would take longer than what it
+    multiplies with it.
+    """
     g.mr = g.kernels.gemm_mr if g.dots == NULL else TA_DOT_ROWS
     g.mc = g.kernels.gemm_mc if g.dots == NULL else DOT_MC
     if g.rows < 8 * g.kernels.gemm_mr * threads:
@@ -830,7 +834,8 @@ cdef struct AttentionScratch:
 cdef Py_ssize_t chunk_begin(Py_ssize_t chunk) noexcept nogil:
     """The position where a chunk of keys begins, the same for all calls.
 
-    32 chunks of 512 keys, 32 of 1024, and so on: their number grows with the logarithm of S.
+    32 chunks of 512 keys, 32 of 1024, and so on: their number grows with the logarithm of S. The first 32
+    are two items for each of 16 threads.
     """
     cdef Py_ssize_t level = chunk // 32, size = <Py_ssize_t>CHUNK << level
     return 32 * (size - CHUNK) + chunk % 32 * size
@@ -870,7 +875,9 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
     a.split = False
     a.parts = NULL
     if threads > 1 and sequences * K > 0:
-        # Items to balance the threads: tiles as long as a packed block of keys still serves 32 rows.
+        # Items to balance the threads, which wait for the last one in the end: 4 a thread where only tiles
+        # are cut, as long as a packed block of keys still serves 32 rows; 2 where cutting costs merging, or
+        # reading keys in shorter runs.
         if rows > CHUNKED_ROWS:
             a.tiles = max(a.tiles, min(ceil_div(4 * threads, sequences * K), rows // 32))
         items = sequences * a.head_parts * a.tiles
@@ -1955,6 +1962,8 @@ cdef enum:
     # Below this much arithmetic (some 20 us on one core) waking another thread costs more than it
     # saves: an OpenMP region costs 1 us among others and 27 us after a pause.
     FLOPS_WORTH_A_THREAD = 1 << 21
+    # What an element counts that no product is made of: as in a LayerNorm (see cost.py).
+    FLOPS_AN_ELEMENT = 8
 
 
 cdef int team_size(int threads, double flops) noexcept:
@@ -2403,7 +2412,7 @@ def append(k, v, keys, values, key_scales, value_scales, starts, counts, int thr
     read_kept(a.kernels, values, value_scales, &a.target[1], True)
     a.starts = read_integers(starts)
     a.counts = read_integers(counts)
-    threads = team_size(threads, 8.0 * (k.size + v.size))
+    threads = team_size(threads, <double>FLOPS_AN_ELEMENT * (k.size + v.size))
     items = min(<Py_ssize_t>threads, 2 * a.source[0].shape[0] * a.source[0].shape[1])
     threads = <int>items
     each = round_up(max(a.source[0].shape[3], a.source[1].shape[3]) * a.kernels.itemsize, CACHE_LINE)
@@ -2623,7 +2632,7 @@ def merge_states(list outs, list lses, out, lse, int threads):
     m.out = written.data
     read_array(lse, &written, True)
     m.lse = written.data
-    threads = team_size(threads, 8.0 * m.part_count * (out.size + lse.size))
+    threads = team_size(threads, <double>FLOPS_AN_ELEMENT * m.part_count * (out.size + lse.size))
     items = min(<Py_ssize_t>threads, lse.size)
     threads = <int>items
     each = merge_scratch(&m, NULL, &parts, &weights)
@@ -3091,7 +3100,7 @@ def add_norm(x, residual, out, norm, int threads):
     n.out = array.data
     n.out_stride = array.stride[1]
     n.how = read_norm(norm, x.shape[2])
-    threads = team_size(threads, 8.0 * n.rows * x.shape[2])
+    threads = team_size(threads, <double>FLOPS_AN_ELEMENT * n.rows * x.shape[2])
     items = min(<Py_ssize_t>threads, n.rows)
     threads = <int>items
     with nogil:
@@ -3113,7 +3122,7 @@ def rope(x, out, cos, sin, Py_ssize_t rotary_dim, bint interleaved, int threads)
     read_array(out, &target, True)
     h.rope = ta_rope(0, source.shape[3], rotary_dim, interleaved, target.stride[2], source.stride[2])
     plan_heads(&h, source, target, read_angles((cos, sin), source.shape[1], NULL))
-    threads = team_size(threads, 8.0 * x.size)
+    threads = team_size(threads, <double>FLOPS_AN_ELEMENT * x.size)
     items = min(<Py_ssize_t>threads, h.x.shape[0] * h.x.shape[1])
     threads = <int>items
     with nogil:
