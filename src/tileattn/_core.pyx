@@ -853,6 +853,30 @@ cdef bint in_place(const Attention *a, const Array *x) noexcept nogil:
     return a.few and x.shape[3] % a.kernels.vl == 0 and x.stride[3] == 1
 
 
+cdef void plan_options(Attention *a) noexcept nogil:
+    """Which options are of keys and which are of rows."""
+    a.mask_of_keys = a.mask.data != NULL and a.mask.stride[1] == 0 and a.mask.stride[2] == 0
+    a.bias_of_keys = a.bias.data != NULL and a.bias.stride[1] == 0 and a.bias.stride[2] == 0
+    a.has_score_rows = (a.softcap != 0 or a.slopes != NULL
+                        or (a.mask.data != NULL and not a.mask_of_keys)
+                        or (a.bias.data != NULL and not a.bias_of_keys))
+
+
+cdef Py_ssize_t tiles_of(const Attention *a, int threads, Py_ssize_t sequences) noexcept nogil:
+    """Into how many tiles the stacked rows of a K/V head are cut.
+
+    Tiles balance the threads, which wait for the last item in the end: 4 items a thread, of tiles as long
+    as a packed block of keys still serves 32 rows.
+    """
+    cdef Py_ssize_t rows = a.group * a.q.shape[1], heads = sequences * a.k.shape[2]
+    cdef Py_ssize_t tiles = ceil_div(rows, TILE_ROWS)
+    if rows <= CHUNKED_ROWS:
+        return 1
+    if threads > 1 and heads > 0:
+        tiles = max(tiles, min(ceil_div(4 * threads, heads), rows // 32))
+    return tiles
+
+
 cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexcept nogil:
     """Decides path and items. What changes bits depends on one sequence's shape only, never on threads.
 
@@ -864,28 +888,31 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
         a.dots = NULL
     a.k_in_place = in_place(a, &a.k)
     a.v_in_place = in_place(a, &a.v)
-    a.mask_of_keys = a.mask.data != NULL and a.mask.stride[1] == 0 and a.mask.stride[2] == 0
-    a.bias_of_keys = a.bias.data != NULL and a.bias.stride[1] == 0 and a.bias.stride[2] == 0
-    a.has_score_rows = (a.softcap != 0 or a.slopes != NULL
-                        or (a.mask.data != NULL and not a.mask_of_keys)
-                        or (a.bias.data != NULL and not a.bias_of_keys))
+    plan_options(a)
     a.chunks = chunks_of(a.k.shape[1]) if rows <= CHUNKED_ROWS else 1
-    a.tiles = 1 if rows <= CHUNKED_ROWS else ceil_div(rows, TILE_ROWS)
+    a.tiles = tiles_of(a, threads, sequences)
     a.head_parts = 1 if a.few else ceil_div(K, max(TILE_ROWS // max(rows, <Py_ssize_t>1), <Py_ssize_t>1))
     a.split = False
     a.parts = NULL
     if threads > 1 and sequences * K > 0:
-        # Items to balance the threads, which wait for the last one in the end: 4 a thread where only tiles
-        # are cut, as long as a packed block of keys still serves 32 rows; 2 where cutting costs merging, or
-        # reading keys in shorter runs.
-        if rows > CHUNKED_ROWS:
-            a.tiles = max(a.tiles, min(ceil_div(4 * threads, sequences * K), rows // 32))
+        # 2 items a thread will do where cutting costs merging, or reading keys in shorter runs.
         items = sequences * a.head_parts * a.tiles
         a.split = a.chunks > 1 and items < 2 * threads
         if a.split:
             items = items * a.chunks
         if items < 2 * threads:
             a.head_parts = min(K, a.head_parts * ceil_div(2 * threads, items))
+
+
+cdef void plan_weights(Attention *a, int threads) noexcept nogil:
+    """The same of weights. One path for all, so that a row's bits do not depend on the others."""
+    a.few = a.k_in_place = a.split = False
+    a.v_in_place = True
+    plan_options(a)
+    a.chunks = 1
+    a.tiles = tiles_of(a, 1 if a.sum_over == OVER_QUERIES else threads, a.q.shape[0])
+    a.head_parts = a.k.shape[2]
+    a.parts = NULL
 
 
 cdef double attention_flops(const Attention *a) noexcept nogil:
@@ -2591,12 +2618,7 @@ def attention_weights(q, k, lse, out, Scores scores not None, Visibility visibil
     # Values without columns, which are nowhere.
     a.v = whole_array(NULL, a.k.shape[0], a.k.shape[1], a.k.shape[2], 0)
     threads = team_size(threads, attention_flops(&a))
-    plan_attention(&a, 1 if a.sum_over == OVER_QUERIES else threads, a.q.shape[0])
-    # One path for all, so that a row's bits do not depend on which others are asked for.
-    a.few = a.k_in_place = a.split = False
-    a.v_in_place = True
-    a.head_parts = a.k.shape[2]
-    a.chunks = 1
+    plan_weights(&a, threads)
     require_attention(&a)
     items = weights_items(&a)
     threads = <int>min(<Py_ssize_t>threads, items)
