@@ -213,7 +213,8 @@ def attention_floor(q, k, v, dtype, **options):
     scale and for the maximum, all keys' alike; that is the relative error of its weight. A cap
     passes on what its slope lets through, and rounds its argument, its tanh and its product; what
     is added is rounded, scaled and summed, and the H products may be summed on top of it. A sink is
-    rounded like a maximum.
+    rounded like a maximum, and the products may be summed on top of its negative. Below the normal
+    numbers, additions round to a step that does not shrink.
     """
     s = evaluate(q, k, v, np.float64, **options)
     S = s.k.shape[3]
@@ -222,12 +223,15 @@ def attention_floor(q, k, v, dtype, **options):
     of_score = np.where(seen, score_errors(s, **options), 0).max(axis=-1, initial=0)
     size = np.abs(np.where(seen, s.score, 0)).max(axis=-1, initial=0)
     counts = (s.sink > -np.inf) & (s.sink >= s.lse - 750)  # its weight is not 0
-    size = np.maximum(size, np.where(counts, np.abs(s.sink), 0))
+    sink = np.where(counts, np.abs(s.sink), 0)
+    size = np.maximum(size, sink)
+    of_score = of_score + np.sqrt(s.q.shape[-1]) * sink
     of_sum = np.sqrt(S)
     terms = np.sqrt((s.weight**2) @ (s.v**2)).max(axis=-1, initial=0)
     common = np.sqrt(s.weight @ (s.v**2)).max(axis=-1, initial=0)
     total = np.abs(s.out).max(axis=-1, initial=0)
     out = eps * ((of_sum + 2 * of_score) * terms + 2 * size * common + of_sum * total)
+    out = out + (S + 1) * float(np.finfo(arithmetic(dtype)).smallest_subnormal)
     squares = np.sqrt((s.weight**2).sum(axis=-1))
     lse = eps * (of_score * squares + of_sum + 2 * size + np.log(S + 1))
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
@@ -295,7 +299,8 @@ def check_weights(got, q, k, lse, *, rows=None, reduce=None, **options):
     H = s.q.shape[-1]
     units = np.where(seen, score_errors(s, **options), 0)
     units = units + (2 + np.sqrt(H)) * size + 4
-    floor = eps * exact * units[:, :, t] + float(np.finfo(arithmetic(dtype)).tiny)
+    units = np.where(exact == 0, 0, units[:, :, t])  # they may be infinite there
+    floor = eps * exact * units + float(np.finfo(arithmetic(dtype)).tiny)
     count = {None: 0, "queries": len(t), "keys": k.shape[1]}[reduce]
     floor = floor.sum(axis=axis) + gamma(count, arithmetic(dtype)) * exact.sum(axis=axis)
     assert got.dtype == arithmetic(dtype)
@@ -362,15 +367,15 @@ def check(got, exact, plain, floor, what="result"):
     with np.errstate(over="ignore"):
         rounded = exact.astype(got.dtype)
     infinite = ~np.isfinite(rounded)
-    assert np.array_equal(got[infinite], rounded[infinite]), (
-        f"{what}: not infinite where it should be"
+    assert np.array_equal(got[infinite], rounded[infinite], equal_nan=True), (
+        f"{what}: not infinite, or not NaN, where it should be"
     )
     finite = np.where(infinite, 0, exact)
     error = np.abs(np.where(infinite, 0, got) - finite)
     plain_error = np.abs(np.where(infinite, 0, plain) - finite)
     if got.ndim:
         plain_error = plain_error.max(axis=-1, keepdims=True)
-    excess = error - (2 * plain_error + floor)
+    excess = np.where(infinite, 0, error - (2 * plain_error + floor))
     assert not np.isnan(error).any(), f"{what}: NaN"
     worst = np.unravel_index(np.argmax(excess), excess.shape)
     assert excess[worst] <= 0, (

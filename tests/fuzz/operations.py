@@ -355,7 +355,7 @@ def scaling(draw):
     factor = draw.pick(1, 2.0, 8, draw.real(1, 100), 1e300)
     plain = {"factor": factor}
     if kind == "yarn":
-        plain["original_max_position"] = draw.pick(1, 100, 8192, 10**30)
+        plain["original_max_position"] = draw.pick(1, 100, 8192, 2**53)
         if draw.chance(0.5):
             plain |= {
                 "beta_fast": draw.pick(32.0, 1e-3, 1e9),
@@ -368,7 +368,7 @@ def scaling(draw):
     elif kind == "llama3":
         plain |= {"low_freq_factor": draw.pick(1.0, 0.01, 1e-300)}
         plain |= {"high_freq_factor": draw.pick(4.0, 1.001, 1e300)}
-        plain |= {"original_max_position": draw.pick(1, 8192, 10**30)}
+        plain |= {"original_max_position": draw.pick(1, 8192, 2**53)}
     given = {
         n: draw.form(v) if draw.chance(0.1) else Given(v, v, Meaning.OPEN) for n, v in plain.items()
     }
