@@ -8,9 +8,13 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from ml_dtypes import bfloat16
 
-HALVES = (np.float16, bfloat16)
+try:
+    from ml_dtypes import bfloat16
+except ImportError:  # it has no wheel for musl
+    HALVES = (np.float16,)
+else:
+    HALVES = (np.float16, bfloat16)
 
 # Largest relative error of a number rounded to a half, and absolute one below its normal range.
 HALF_ROUNDING = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}

@@ -4,7 +4,6 @@ import enum
 import random
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from tests.oracle import HALVES, LAYOUTS, arithmetic
@@ -318,11 +317,16 @@ DTYPES = (
     ">f2", "g", "F", "D", "G", "O", "S4", "U4", "V8", "M8[s]", "m8[s]", [("x", "f4")],
     [("x", "f4", 2), ("y", "i1")],
 )  # fmt: skip
-DTYPES += tuple(
-    getattr(ml_dtypes, name)
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "float6_e2m3fn")
-    if hasattr(ml_dtypes, name)
-)
+try:
+    import ml_dtypes
+except ImportError:
+    pass
+else:
+    DTYPES += tuple(
+        getattr(ml_dtypes, name)
+        for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "float6_e2m3fn")
+        if hasattr(ml_dtypes, name)
+    )
 if hasattr(np.dtypes, "StringDType"):
     DTYPES += (np.dtypes.StringDType(),)
 
