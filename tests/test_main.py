@@ -377,6 +377,14 @@ def test_a_call_of_each_round_is_timed(monkeypatch):
     assert next(clock, None) is next(numpy_seconds, None) is None
 
 
+def test_without_a_number_of_rounds_there_are_as_many_as_there_is_time_for(monkeypatch):
+    problem = command._seeded(command._parser().parse_args(["run", *SMALL]))
+    assert len(command._time(problem, 1, None).block) == command.ROUNDS
+    monkeypatch.setattr(command, "SECONDS", 0.0)
+    assert len(command._time(problem, 1, None).block) == command.LEAST_ROUNDS
+    assert len(command._time(problem, 1, 7).block) == 7
+
+
 def test_the_seed_decides_the_data(capsys, tmp_path):
     outputs = []
     for number, seed in enumerate((1, 1, 2)):

@@ -44,6 +44,9 @@ OPERATIONS = (
     "LayerNorm(X + Z)",
 )
 ATTENTION = 3
+#: Timed rounds where nobody says how many, and the seconds after which no other one begins.
+ROUNDS, LEAST_ROUNDS = 15, 3
+SECONDS = 2.5
 #: Of a time as text, such as 12.3 ms.
 DURATION_WIDTH = 7
 #: Error that always passes, in units of the output's root mean square: some 80 roundings.
@@ -141,7 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--threads", type=whole_number(1), metavar="n", help="default: all allowed")
     run.add_argument("--seed", type=whole_number(0), default=0, metavar="n", help="default: 0")
     run.add_argument(
-        "--repeats", type=whole_number(1), default=15, metavar="n", help="timed rounds (15)"
+        "--repeats",
+        type=whole_number(1),
+        metavar="n",
+        help=f"timed rounds (at most {ROUNDS}, in some {SECONDS:g} seconds)",
     )
     run.add_argument("--plot", metavar="FILE", help="draw the operations' times (.svg or .png)")
     file = run.add_argument_group("a real layer")
@@ -476,7 +482,7 @@ def _operations(problem: _Problem, threads: int) -> tuple[list[Callable[[], obje
     return operations, output
 
 
-def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
+def _time(problem: _Problem, threads: int, rounds: int | None) -> _Times:
     """Time the block, its operations and NumPy in turns, so that a slow moment hits all of them.
 
     A turn begins with calls that are not timed: the first after a change of sides takes up to 30%
@@ -491,7 +497,10 @@ def _time(problem: _Problem, threads: int, rounds: int) -> _Times:
     numpy_blocks: list[float] = []
     numpy_attentions: list[float] = []
     peaks: list[float] = []
-    for _ in range(rounds):
+    deadline = time.monotonic() + SECONDS
+    for done in range(rounds or ROUNDS):
+        if rounds is None and done >= LEAST_ROUNDS and time.monotonic() > deadline:
+            break
         if score_bytes <= NUMPY_SCORE_BYTES:
             time.sleep(PAUSE)
             _numpy_block(x, problem.weights)
@@ -538,13 +547,16 @@ def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, tuple[float,
     v = project(x, "v", K * Hv).reshape(-1, T, K, Hv)
     times.append(time.perf_counter())
     q *= q.dtype.type(H**-0.5)
-    scores = q.transpose(0, 2, 3, 1, 4) @ k.transpose(0, 2, 3, 1)[:, :, None]  # [B,K,G,T,T]
+    # One product for each head of k and v.
+    rows = q.transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * T, q.shape[-1])
+    scores = (rows @ k.transpose(0, 2, 3, 1)).reshape(-1, K, N // K, T, T)
     if hidden is not None:
         np.copyto(scores, -np.inf, where=hidden)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    y = scores @ v.transpose(0, 2, 1, 3)[:, :, None]  # [B,K,G,T,Hv]
+    y = scores.reshape(-1, K, N // K * T, T) @ v.transpose(0, 2, 1, 3)
+    y = y.reshape(-1, K, N // K, T, Hv)
     times.append(time.perf_counter())
     z = project(y.transpose(0, 3, 1, 2, 4).reshape(*batch, T, N * Hv), "o", D)
     if weights["residual"]:
