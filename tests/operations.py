@@ -140,11 +140,11 @@ def plan(T, S):
 @contextlib.contextmanager
 def all_or_nothing(cache):
     """A call that is short of memory leaves a cache as it was."""
-    before = [a.copy() for a in (cache.lengths, *cache._arrays())]
+    before = [a.copy() for a in (cache.lengths, cache._longest, *cache._arrays())]
     try:
         yield
     except MemoryError:
-        after = (cache.lengths, *cache._arrays())
+        after = (cache.lengths, cache._longest, *cache._arrays())
         assert all(map(np.array_equal, before, after)), "a cache is half written"
         raise
 
@@ -175,17 +175,17 @@ def cached(rows, positions, chunk, capacity=None, stored=np.float32, dtype=np.fl
 
 def reordered(T):
     """Three sequences of each element of the batch: two change places, one takes another's."""
-    index, lengths = np.array([1, 0, 1]), np.array([T, 3, 10])
+    index, lengths = np.array([1, 0, 1]), np.array([T, 3, T + 10])
 
     def call(k, num_threads):
-        cache = empty_cache(3 * len(k), 2 * T + 10, 2, 16)
+        cache = empty_cache(3 * len(k), T + 10, 2, 96)
         rows = k.reshape(-1, *k.shape[2:])
         cache.append(rows, rows, np.tile(lengths, len(k)), num_threads=num_threads)
         with all_or_nothing(cache):
             cache.reorder((3 * np.arange(len(k))[:, None] + index).reshape(-1))
         return [cache.keys[i::3, :n].copy() for i, n in enumerate(lengths[index])]
 
-    return Operation("KVCache", [random(0, B, 3, max(T, 10), 2, 16)], call)
+    return Operation("KVCache", [random(0, B, 3, T + 10, 2, 96)], call)
 
 
 # ------------------------------------------------------------------ blocks
@@ -321,8 +321,14 @@ OPERATIONS = {
         2 * T, 3 * T, 4, 2, 32, is_causal=True, query_offset=T
     ),
     "attention, chunked tiles": lambda T: attention(20, 12 * T, 2, 1, 24, 40),
-    "attention, fewest chunked tiles": lambda T: attention(8, 24 * T, 2, 1, 32),
+    "attention, fewest chunked tiles": lambda T: attention(17, 24 * T, 2, 2, 32),
+    "attention, most chunked tiles": lambda T: attention(128, 9 * T, 2, 2, 24),
     "attention, chunked tiles of float64": lambda T: attention(20, 12 * T, 2, 1, 24, 40, **DOUBLE),
+    "attention, fewest chunked tiles of float64": lambda T: attention(
+        17, 24 * T, 2, 2, 32, **DOUBLE
+    ),
+    "attention, most chunked tiles of float64": lambda T: attention(128, 9 * T, 2, 2, 24, **DOUBLE),
+    "attention, most of few rows": lambda T: attention(8, 24 * T, 2, 1, 32),
     "attention, few rows of float64": lambda T: attention(3, 24 * T, 2, 1, 40, **DOUBLE),
     "attention, few rows": lambda T: attention(3, 24 * T, 2, 1, 40),
     "attention, one row": lambda T: attention(1, 40 * T, 4, 2, 32, 48),

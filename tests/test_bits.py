@@ -25,6 +25,19 @@ def check_equal(got, expected, what):
         assert same_bits(np.ascontiguousarray(one), np.ascontiguousarray(other)), what
 
 
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name.startswith("attention, ")])
+def test_names_say_how_attention_is_done(name):
+    made = OPERATIONS[name](130)
+    if "options" in name:
+        return  # of either
+    q, k, v = made.inputs
+    plan = tileattn.explain(q, k, v)
+    is_few = "one row" in name or "few rows" in name or name == "attention, little"
+    assert plan.path == ("streaming" if is_few else "tiled")
+    if "chunked" in name:
+        assert plan.chunks > 1
+
+
 def test_threads_and_runs(operation):
     _, inputs, call, _ = operation
     expected = call(*inputs, num_threads=1)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import tileattn
+from tests.dots import DOT_ISAS
 from tests.process import run_python
 from tileattn import _core, config
 
@@ -228,3 +229,8 @@ def test_show_config_says_what_a_report_needs(capsys):
 def test_measured_peak_is_positive():
     for dtype in ("float32", "float64"):
         assert _core.measure_fma_peak(dtype, 1) > 0
+
+
+@pytest.mark.any_isa
+def test_which_instruction_sets_have_dot_products():
+    assert {"amx", "avx512_bf16"} & set(tileattn.available_isas()) == DOT_ISAS

@@ -3,11 +3,14 @@
 import doctest
 import importlib.metadata
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import tileattn
+from benchmarks import figures
+from tests.test_pictures import texts_of
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference" / "index.md"
@@ -35,6 +38,30 @@ def test_the_reference_has_all():
 
 
 @pytest.mark.any_isa
+def test_wheels_for_musl_are_tested_with_all_but_ml_dtypes():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    extra = project["project"]["optional-dependencies"]["test"]
+    (musl,) = project["tool"]["cibuildwheel"]["overrides"]
+    assert musl["test-requires"] == [each for each in extra if "ml_dtypes" not in each]
+
+
+@pytest.mark.any_isa
 def test_the_installed_version_is_the_package_s_own():
     assert importlib.metadata.version("tileattn") == tileattn.__version__
     assert f"\nversion: {tileattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.any_isa
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.stem)
+def test_tables_are_what_was_measured(page):
+    text = page.read_text("utf-8")
+    assert len(figures.PLACE.findall(text)) == text.count("<!-- measured:") > 0
+    assert figures.written(text) == text
+
+
+@pytest.mark.any_isa
+def test_pictures_are_of_what_was_measured(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are matplotlib's")
+    figures.draw(tmp_path)
+    for path in tmp_path.iterdir():
+        assert texts_of(path) == texts_of(figures.PICTURES / path.name), path.name

@@ -204,6 +204,14 @@ def test_visible_equals_its_definition(problem):
     np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected)
 
 
+@pytest.mark.any_isa
+@pytest.mark.parametrize("name, dtype", [("mask", bool), ("bias", np.float32)])
+@pytest.mark.parametrize("shape", [(2, 4), (5, 1, 7, 4), (3, 2, 2, 2, 3, 4), (2, 2, 3, 4)])
+def test_visible_names_what_does_not_fit(name, dtype, shape):
+    with pytest.raises(ValueError, match=rf"^{name} has shape \({shape[0]}, .*\[B, N, T, S\]"):
+        reference.visible(1, 3, 4, **{name: np.ones(shape, dtype)})
+
+
 def test_visible_takes_numbers_for_all_sequences_and_extreme_offsets():
     one = reference.visible(2, 3, 4, is_causal=True, query_offset=1, key_value_lengths=3)
     np.testing.assert_array_equal(one, [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]] * 2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.operations import OPERATIONS
 from tests.oracle import HALVES
 from tests.process import run_python
 from tileattn import _core
@@ -249,7 +250,7 @@ from tests.oracle import same_bits
 
 libc = ctypes.CDLL(None)
 libc.arm.argtypes = [ctypes.c_long, ctypes.c_size_t]
-total = 0
+failures = {}
 tileattn._core.keep_scratch(0)  # or none would be asked for
 for num_threads in (1, 2):
     for name, operation in operations(positions=300).items():
@@ -268,7 +269,7 @@ for num_threads in (1, 2):
             if not spent:
                 assert message is None and same_bits(got, expected), name
                 break
-            total += 1
+            failures[name] = failures.get(name, 0) + 1
             if message is None:
                 # Python or NumPy has done without it.
                 assert same_bits(got, expected), (name, n)
@@ -278,7 +279,7 @@ for num_threads in (1, 2):
                 assert not written, (name, n)
         else:
             raise AssertionError(f"{name} allocates without end")
-print(total)
+print(*sorted(failures), sep="\n")
 """
 
 
@@ -307,7 +308,10 @@ def shim(tmp_path_factory):
 @pytest.mark.any_isa
 def test_each_allocation_that_fails_changes_nothing(shim):
     """Outputs and caches are as they were then, and all works when there is memory again."""
-    assert int(run_python(EACH_ALLOCATION, LD_PRELOAD=str(shim))) > 100
+    failed = run_python(EACH_ALLOCATION, LD_PRELOAD=str(shim)).splitlines()
+    small = {"explain", "attention, little", "block, quantized matrix"}
+    small |= {name for name in OPERATIONS if "one row" in name or "few rows" in name}
+    assert set(OPERATIONS) - small <= set(failed)
 
 
 @pytest.mark.any_isa

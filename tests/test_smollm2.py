@@ -585,8 +585,9 @@ def test_generation_feeds_each_token_back():
 def test_errors_of_the_command(command_fails, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: pytest.fail("fetched in vain"))
     command_fails(main, [" "], "the prompt is empty")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    command_fails(main, ["-"], "the prompt is empty")
+    for given, match in ((b"\n", "the prompt is empty"), (b"\xff\xfe", "not UTF-8 text")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        command_fails(main, ["-"], match)
     command_fails(main, ["q", "--tokens", "0"], "--tokens is 0")
     command_fails(main, ["q", "--rounds", "0"], "--rounds is 0")
     command_fails(main, ["q", "--top-p", "2"], "top_p is 2.0")

@@ -15,7 +15,17 @@ from tileattn.weights import NAMINGS, WeightsError, load_arguments, load_block, 
 D, N, K, H = 10, 4, 2, 3
 FORMATS = ["npz", "safetensors"]
 BERT = "bert.encoder.layer.{i}."
-(RELATIVES_OF_BERT,) = (n.models for n in NAMINGS if n.title == "Hugging Face BERT")
+RELATIVES_OF_BERT = [
+    "bert",
+    "bert-generation",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "roberta",
+    "roc_bert",
+    "xlm-roberta",
+]
 # float64 through three products over fewer than 100 terms, and a LayerNorm that divides by about 1
 TOLERANCE = 1000 * np.finfo(np.float64).eps
 
@@ -209,6 +219,11 @@ def test_bert_takes_heads_and_eps_from_config(npz):
         load_block(npz, num_heads=2)
     config.write_text("{}")
     check(load_block(npz, num_heads=N), layer, eps=1e-12)
+
+
+def test_no_other_model_counts_as_bert():
+    (naming,) = (n for n in NAMINGS if n.title == "Hugging Face BERT")
+    assert set(naming.models) == set(RELATIVES_OF_BERT)
 
 
 @pytest.mark.parametrize("model", RELATIVES_OF_BERT)

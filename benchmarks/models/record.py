@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tileattn
+from tileattn._command import blaming
 from tileattn.bench import machine
 
 PACKAGES = ("torch", "transformers", "ml_dtypes")  # whose versions are told, beside NumPy's
@@ -22,4 +23,5 @@ def save(path: str, module: str, figures: dict[str, Any]) -> None:
         "isa": tileattn.isa(),
         **figures,
     }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    with blaming(f"--json {path}", OSError):
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", "utf-8")

@@ -671,9 +671,15 @@ def timed_steps(step: Step, length: int, chunks: Sequence[Sequence[int]]) -> Tur
     return turn
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise CommandError("standard input: is not UTF-8 text") from None
+
+
 def _run(options: argparse.Namespace) -> None:
-    question = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if not question.strip():
+    if not options.prompt.strip():
         raise CommandError("the prompt is empty")
     for name in ("tokens", "rounds"):
         if (value := getattr(options, name)) < 1:
@@ -692,6 +698,9 @@ def _run(options: argparse.Namespace) -> None:
         sampler = Sampler(options.temperature, options.top_p, options.seed)
     except ValueError as error:
         raise CommandError(str(error)) from None
+    question = _standard_input() if options.prompt == "-" else options.prompt
+    if not question.strip():
+        raise CommandError("the prompt is empty")
     weights, tokenizer = load(fetch(SMOLLM2))
     encode = tokenizer.encode if options.plain else tokenizer.chat
     prompt = encode(question)

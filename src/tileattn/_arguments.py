@@ -1092,11 +1092,12 @@ def as_array(name: str, value: ArrayLike) -> Array:
 def _check_device(name: str, value: Any) -> None:
     """Raise if the memory is not the CPU's; what does not say so is a matter of its `__array__`."""
     try:
-        if hasattr(value, "__dlpack_device__"):
-            kind, number = value.__dlpack_device__()
+        # A class has these for its objects, not for itself.
+        if hasattr(type(value), "__dlpack_device__"):
+            kind, number = map(int, value.__dlpack_device__())
             if kind in HOST_DEVICES:
                 return
-            device = f"{DEVICES.get(kind, f'DLPack type {kind:d}')} device {number}"
+            device = f"{DEVICES.get(kind, f'DLPack type {kind}')} device {number}"
         elif hasattr(value, "__cuda_array_interface__"):
             device = "a CUDA device"
         else:

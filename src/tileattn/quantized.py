@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from tileattn import _core
 from tileattn._arguments import (
     Array,
     ArrayLike,
@@ -21,8 +20,8 @@ from tileattn._arguments import (
 
 WeightDtype: TypeAlias = Literal["bfloat16", "int8", "int4"]
 
-#: Those that divide a slice of the contracted axis: no group may lie in two.
-GROUP_SIZES = tuple(_core.SLICE_DEPTH >> i for i in (4, 3, 2, 1, 0))
+#: Each divides a slice of the contracted axis: no group may lie in two.
+GROUP_SIZES = (32, 64, 128, 256, 512)
 #: Kernels multiply 8 bits with 2^-24 of a scale, which must not be subnormal.
 LEAST_SCALE = 2.0**-100
 #: Of scales, minima and weights to be rounded: no step of what is made of them leaves float32.

@@ -122,6 +122,11 @@ def visible(
     bool[B,T,S], or bool[B,N,T,S] where `mask` or `bias` is given
         True where query t of sequence b (and head n) sees key j. N is 1 if all heads see the same.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For what `dot_product_attention` refuses of these.
+
     Examples
     --------
     >>> visible(1, 2, 4, is_causal=True, query_offset=1).astype(int)
@@ -149,13 +154,15 @@ def visible(
         sees &= j < per_sequence("key_value_lengths", key_value_lengths)
     if mask is None and bias is None:
         return sees
-    sees = sees[:, None]
+    arrays = {"mask": mask, "bias": bias}
+    shapes = [as_array(name, a).shape for name, a in arrays.items() if a is not None]
+    N = max(shape[-3] if len(shape) > 2 else 1 for shape in shapes)
+    mask, bias = check_mask(mask, (B, N, T, S)), check_bias(bias, (B, N, T, S))
+    sees = np.broadcast_to(sees[:, None], (B, N, T, S))
     if mask is not None:
-        mask = as_array("mask", mask)
-        sees = sees & check_mask(mask, np.broadcast_shapes(mask.shape, sees.shape))
+        sees = sees & mask
     if bias is not None:
-        bias = as_array("bias", bias)
-        sees = sees & (check_bias(bias, np.broadcast_shapes(bias.shape, sees.shape)) != -np.inf)
+        sees = sees & (bias != -np.inf)
     return sees
 
 

@@ -124,10 +124,13 @@ class Call:
             self._judge_error(written, before, caches)
         elif written is not None and not isinstance(self.out, (list, LiarOfShape)):
             self._judge_edges(written, before)
+        wrong = {name for name, g in self.given.items() if g.meaning is Meaning.WRONG}
         # What an out says of its shape counts for nothing: an x that changed may have its real one.
-        is_fitted = isinstance(self.out, LiarOfShape) and Meaning.OPEN in self.meanings
-        if self.error is None and Meaning.WRONG in self.meanings and not is_fitted:
-            self.fault("was not refused")
+        first = next((self.given[name] for name in ("x", "q") if name in self.given), None)
+        if isinstance(self.out, LiarOfShape) and first and first.meaning is Meaning.OPEN:
+            wrong.discard("out")
+        if self.error is None and wrong:
+            self.fault(f"was not refused: {', '.join(sorted(wrong))}")
         return result
 
     def _is_enormous(self):

@@ -68,6 +68,7 @@ def prepare(cell: Attention, alignment: Alignment = "line") -> Work:
                 window=cell.window,
                 bias=bias,
                 mask=mask,
+                alignment=alignment,
             ),
         },
         exact=lambda: tileattn.reference.dot_product_attention(

@@ -108,7 +108,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"Written: {options.json}")
     if options.plot and not done.interrupted:
         _draw([done], options.plot)
-    return 130 if done.interrupted else 0
+    if done.interrupted:
+        return 130
+    peaks = done.memory.results if done.memory else []
+    return 1 if any(OURS in each.failed for each in peaks) else 0
 
 
 # ------------------------------------------------------------------ what to measure
@@ -282,13 +285,15 @@ def _measure_memory(
         assert isinstance(cell, Attention)
         progress.begin(f"memory {cell.name}")
         size = 4 * cell.B * cell.T * cell.N * cell.H
-        result = Memory(cell.name, asdict(cell), threads, size, {}, {})
+        result = Memory(cell.name, asdict(cell), threads, size, {})
         for name in (OURS, *results.peers):
-            peak = memory.peak(cell, name, threads, done.isa)
-            if isinstance(peak, str):
-                result.failed[name] = peak
-            elif peak is not None:
-                result.peak[name] = peak
+            try:
+                peak = memory.peak(cell, name, threads, done.isa)
+            except memory.ProcessError as error:
+                result.failed[name] = str(error)
+            else:
+                if peak is not None:
+                    result.peak[name] = peak
         results.results.append(result)
         progress.say(report.memory_rows(results, result))
         progress.step()
@@ -331,6 +336,12 @@ def _draw(runs: Sequence[Run], folder: str) -> None:
         raise CommandError(
             "--plot: the files are of different machines, instruction sets or numbers of threads"
         )
+    versions: dict[str, set[str]] = {}
+    for each in runs:
+        for name, version in each.versions.items():
+            versions.setdefault(name, set()).add(version)
+    if several := [name for name, found in versions.items() if len(found) > 1]:
+        raise CommandError(f"--plot: the files are of different versions of {', '.join(several)}")
     with blaming(f"--plot {folder}", OSError):
         paths = pictures.draw(runs, folder)
     print(f"Drawn: {', '.join(paths) or 'nothing'}")

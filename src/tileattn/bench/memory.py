@@ -36,8 +36,12 @@ def check_system() -> None:
         raise CommandError(f"memory: there is no {_CLEAR_REFS}, which Linux has")
 
 
-def peak(cell: Attention, name: str, threads: int, isa: str) -> int | str | None:
-    """Bytes, or why there are none; None if the candidate does not take the cell."""
+class ProcessError(Exception):
+    """A candidate's process ended without a figure; the text says why."""
+
+
+def peak(cell: Attention, name: str, threads: int, isa: str) -> int | None:
+    """Bytes; None if the candidate does not take the cell."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps([asdict(cell), name, threads])],
         env={**os.environ, "TILEATTN_ISA": isa},
@@ -46,7 +50,8 @@ def peak(cell: Attention, name: str, threads: int, isa: str) -> int | str | None
         check=False,
     )
     if done.returncode:
-        return shortened((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ProcessError(shortened(last))
     bytes_taken: int | None = json.loads(done.stdout)
     return bytes_taken
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tileattn.bench.arrays import Array, copy, empty
+from tileattn.bench.arrays import Alignment, Array, copy, empty
 from tileattn.bench.needs import missing
 from tileattn.bench.rounds import Candidate
 
@@ -120,6 +120,7 @@ def attention(
     window: int | None = None,
     bias: Array | None = None,
     mask: Array | None = None,
+    alignment: Alignment = "line",
 ) -> dict[str, Candidate]:
     """Attention of q[B, T, N, H] to each k and v[B, S, K, H]; the last query sees the last key.
 
@@ -149,7 +150,9 @@ def attention(
         # With one query, [B, S, K, H] takes it 1.3 to 1.6 times as long as [B, K, S, H].
         keys_torch, values_torch = (
             [
-                _tensor(copy(a.transpose(0, 2, 1, 3))) if T == 1 else _tensor(a).transpose(1, 2)
+                _tensor(copy(a.transpose(0, 2, 1, 3), alignment))
+                if T == 1
+                else _tensor(a).transpose(1, 2)
                 for a in arrays
             ]
             for arrays in (keys, values)
@@ -222,7 +225,8 @@ def attention(
         # All but the last T keys lie in the cache, [B, K, S, H], which the node writes in place.
         past = S - T
         caches = [
-            [copy(a.transpose(0, 2, 1, 3)) for a in kv] for kv in zip(keys, values, strict=True)
+            [copy(a.transpose(0, 2, 1, 3), alignment) for a in kv]
+            for kv in zip(keys, values, strict=True)
         ]
         candidates["ORT GQA"] = _onnx(
             "GroupQueryAttention",

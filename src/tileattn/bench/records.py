@@ -1,6 +1,6 @@
 """What a run measured, and the file of `tileattn bench --json`.
 
-The file is one JSON object, a `Run` as its fields stand here, with a first field `format` that is
+The file is one JSON object, a Run as its fields stand here, with a first field `format` that is
 "tileattn bench" and a `version` that grows when a field changes its meaning. Times are in seconds,
 sizes in bytes, and every list of times has one entry a round, so that two of them can be divided
 round by round; `ratios`, which say how many times tileattn's time a peer took, are just that.
@@ -111,7 +111,7 @@ class Memory:
     threads: int
     result: int
     peak: dict[str, int]
-    failed: dict[str, str]
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""The README's figures, from what was measured: its tables, and the pictures it shows.
+"""The figures of README and guide, from what was measured: tables and pictures.
 
-    python -m benchmarks.readme
+    python -m benchmarks.figures
 
 writes them anew from the files in `benchmarks/measured`, each of which names its command and its
-machine. Tables stand in README.md below a comment with their name.
+machine. Tables stand below a comment with their name.
 """
 
 import json
@@ -22,7 +22,10 @@ from tileattn.bench.rounds import ratio
 from tileattn.bench.work import FLOAT32, PLAIN
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / "guide" / f"{name}.md" for name in ("measured", "precision")),
+]
 MEASURED = ROOT / "benchmarks" / "measured"
 PICTURES = ROOT / "docs" / "pictures"
 #: Of files of `tileattn bench`, the pictures that are shown, and their names there.
@@ -40,12 +43,12 @@ def run(name: str) -> Run:
     return records.load(str(MEASURED / f"{name}.json"))
 
 
-def figures(name: str) -> Any:
+def measured(name: str) -> Any:
     return json.loads((MEASURED / f"{name}.json").read_text("utf-8"))
 
 
 def written(text: str) -> str:
-    """The README with its tables as they were measured."""
+    """A page with its tables as they were measured."""
     return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[4], text)
 
 
@@ -83,9 +86,9 @@ def _fastest(result: Result, names: Iterable[str]) -> str:
 
 def bfloat16() -> str:
     """bfloat16 beside our own float32 and PyTorch's bfloat16."""
-    measured = run("bfloat16")
+    beside = run("bfloat16")
     rows = [("", "float32", "PyTorch, bfloat16")]
-    for group in measured.groups:
+    for group in beside.groups:
         torch = [name for name in group.peers if package(name) == "torch"]
         for result in group.results:
             rows.append(
@@ -95,13 +98,13 @@ def bfloat16() -> str:
                     _fastest(result, torch),
                 )
             )
-    heading = _machine(vars(measured), measured.threads[-1], ["torch"])
-    return _lines(heading, measured.command, rows)
+    heading = _machine(vars(beside), beside.threads[-1], ["torch"])
+    return _lines(heading, beside.command, rows)
 
 
 def smollm2() -> str:
     """SmolLM2's speed with our block, and how many times that of the others it is."""
-    documents = [figures("smollm2-short"), figures("smollm2-long")]
+    documents = [measured("smollm2-short"), measured("smollm2-long")]
     peers = [name for name in documents[0]["seconds"] if name != "tileattn"]
     rows = [("", "tileattn", *(NAMES[name] for name in peers))]
     for document in documents:
@@ -124,7 +127,7 @@ def _speeds(document: Mapping[str, Any], part: str, peers: Sequence[str]) -> lis
 
 def precisions() -> str:
     """What fewer bits cost and bring in two models."""
-    language, encoder = figures("precisions-smollm2"), figures("precisions-minilm")
+    language, encoder = measured("precisions-smollm2"), measured("precisions-minilm")
     cosines = {row["weights"]: row["cosine"] for row in encoder["rows"]}
     first = language["rows"][0]
     rows = [
@@ -162,15 +165,20 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Write README.md and the pictures."""
-    README.write_text(written(README.read_text("utf-8")), "utf-8")
-    from tileattn.bench import pictures
+    """Write the pages and the pictures."""
+    for page in PAGES:
+        page.write_text(written(page.read_text("utf-8")), "utf-8")
+    draw(PICTURES)
+
+
+def draw(folder: Path) -> None:
+    from tileattn.bench import pictures  # with matplotlib, which tables do without
 
     for name, shown in DRAWN.items():
-        with tempfile.TemporaryDirectory() as folder:
-            pictures.draw([run(name)], folder)
+        with tempfile.TemporaryDirectory() as made:
+            pictures.draw([run(name)], made)
             for picture, shown_as in shown.items():
-                shutil.copy(Path(folder, f"{picture}.svg"), PICTURES / f"{shown_as}.svg")
+                shutil.copy(Path(made, f"{picture}.svg"), folder / f"{shown_as}.svg")
 
 
 if __name__ == "__main__":
