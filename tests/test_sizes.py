@@ -279,7 +279,8 @@ for num_threads in (1, 2):
                 assert not written, (name, n)
         else:
             raise AssertionError(f"{name} allocates without end")
-print(*sorted(failures), sep="\n")
+for name in sorted(failures):
+    print(name)
 """
 
 
@@ -309,8 +310,10 @@ def shim(tmp_path_factory):
 def test_each_allocation_that_fails_changes_nothing(shim):
     """Outputs and caches are as they were then, and all works when there is memory again."""
     failed = run_python(EACH_ALLOCATION, LD_PRELOAD=str(shim)).splitlines()
+    # Norms and ropes write into their output and need no more; these others need too little.
     small = {"explain", "attention, little", "block, quantized matrix"}
-    small |= {name for name in OPERATIONS if "one row" in name or "few rows" in name}
+    some = ("one row", "few rows", "LayerNorm", "RMSNorm", "rope")
+    small |= {name for name in OPERATIONS if any(each in name for each in some)}
     assert set(OPERATIONS) - small <= set(failed)
 
 
