@@ -8,6 +8,7 @@ machine. Tables stand below a comment with their name.
 
 import json
 import re
+import shlex
 import shutil
 import statistics
 import tempfile
@@ -55,11 +56,11 @@ def written(text: str) -> str:
 # ------------------------------------------------------------------ tables
 
 
-def _lines(heading: str, command: Sequence[str], columns: Iterable[Sequence[str]]) -> str:
+def _lines(heading: str, commands: Sequence[str], columns: Iterable[Sequence[str]]) -> str:
     """Rows whose first column is set left and whose others are set right, below how they came."""
     rows = list(columns)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [heading, " ".join(command), ""]
+    lines = [heading, *commands, ""]
     for first, *others in rows:
         cells = [first.ljust(widths[0])]
         cells += [each.rjust(width) for each, width in zip(others, widths[1:], strict=True)]
@@ -99,7 +100,7 @@ def bfloat16() -> str:
                 )
             )
     heading = _machine(vars(beside), beside.threads[-1], ["torch"])
-    return _lines(heading, beside.command, rows)
+    return _lines(heading, [shlex.join(beside.command)], rows)
 
 
 def smollm2() -> str:
@@ -112,8 +113,8 @@ def smollm2() -> str:
         rows.append((f"prompt of {count} tokens", *_speeds(document, "prompt", peers)))
     rows.append(("answer, a token at a time", *_speeds(documents[0], "answer", peers)))
     heading = _machine(documents[0], 1, peers)
-    short, long = (" ".join(document["command"]) for document in documents)
-    return _lines(heading, [short, "\n" + long], rows).replace(" \n", "\n")
+    short, long = (shlex.join(document["command"]) for document in documents)
+    return _lines(heading, [short, long + " < LICENSE"], rows)
 
 
 def _speeds(document: Mapping[str, Any], part: str, peers: Sequence[str]) -> list[str]:
@@ -153,8 +154,8 @@ def precisions() -> str:
                 cosine,
             )
         )
-    commands = [" ".join(language["command"]), "\n" + " ".join(encoder["command"])]
-    return _lines(_machine(language, 1, ["numpy"]), commands, rows).replace(" \n", "\n")
+    commands = [shlex.join(document["command"]) for document in (language, encoder)]
+    return _lines(_machine(language, 1, ["numpy"]), commands, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

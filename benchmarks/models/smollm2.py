@@ -479,7 +479,11 @@ class Decoder:
 
     def perplexity(self, tokens: Sequence[int]) -> float:
         """Of each token after those before it, but for the first, which follows nothing."""
-        total = 0.0
+        return math.exp(self.surprises(tokens).mean())
+
+    def surprises(self, tokens: Sequence[int]) -> Array:
+        """The negative logarithm of the probability of each token but the first."""
+        found = []
         for start in range(0, len(tokens) - 1, CHUNK):
             following = tokens[start + 1 : start + 1 + CHUNK]
             x_TD = self._advance(tokens[start : start + len(following)])
@@ -488,8 +492,8 @@ class Decoder:
             top = logits.max(axis=1)
             logits -= top[:, None]
             sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
-            total += float(np.sum(np.log(sums) + top - of_following))
-        return math.exp(total / (len(tokens) - 1))
+            found.append(np.log(sums) + top - of_following)
+        return np.concatenate(found)
 
     def truncate(self, length: int) -> None:
         for attention in self.attentions:
