@@ -206,11 +206,12 @@ def surprises(weights, text):
     "kept", [*((name, "float32") for name in WEIGHTS[1:]), *(("int4", name) for name in CACHES[1:])]
 )
 def test_fewer_bits_hardly_change_the_perplexity(weights, text, surprises, kept):
-    """By no more than what so many tokens' chance explains: four standard errors of their mean."""
+    """By no more than what so many tokens' chance explains, four standard errors of their mean,
+    and what float32 rounds: the 4 bits are the file's own, so that nothing else changes."""
     changes = with_tileattn(weights, *kept).surprises(text) - surprises
     error = changes.std() / len(changes) ** 0.5
     assert error < 0.005  # half a percent of the perplexity
-    assert abs(changes.mean()) < 4 * error
+    assert abs(changes.mean()) < 4 * error + TOLERANCE
 
 
 @models
