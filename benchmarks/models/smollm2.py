@@ -683,8 +683,6 @@ def _standard_input() -> str:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if not options.prompt.strip():
-        raise CommandError("the prompt is empty")
     for name in ("tokens", "rounds"):
         if (value := getattr(options, name)) < 1:
             raise CommandError(f"--{name} is {value}, expected at least 1")

@@ -25,6 +25,7 @@ from tileattn import AttentionBlock, LayerNorm, _core, reference
 from tileattn._arguments import shortened
 from tileattn._command import CommandError, blaming, check_output, duration, whole_number
 from tileattn.bench import command as bench
+from tileattn.bench.in_numpy import numpy_attention
 from tileattn.bench.needs import check_matplotlib
 from tileattn.bench.rounds import PAUSE, ratio
 from tileattn.cost import BlockCost, attention_block_cost, format_count, table_text
@@ -533,7 +534,7 @@ def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, tuple[float,
     _, N, H = weights["w_q"].shape
     _, K, Hv = weights["w_v"].shape
     norm = weights["norm"]
-    hidden = np.triu(np.ones((T, T), dtype=bool), 1) if weights["is_causal"] else None
+    hidden = np.triu(np.full((T, T), -np.inf, x.dtype), 1) if weights["is_causal"] else None
 
     def project(y: Array, name: str, width: int) -> Array:
         z: Array = y @ weights[f"w_{name}"].reshape(-1, width)
@@ -542,23 +543,13 @@ def _numpy_block(x: Array, weights: dict[str, Any]) -> tuple[Array, tuple[float,
         return z
 
     times = [time.perf_counter()]
-    q = project(x, "q", N * H).reshape(-1, T, K, N // K, H)
+    q = project(x, "q", N * H).reshape(-1, T, N, H)
     k = project(x, "k", K * H).reshape(-1, T, K, H)
     v = project(x, "v", K * Hv).reshape(-1, T, K, Hv)
     times.append(time.perf_counter())
-    q *= q.dtype.type(H**-0.5)
-    # One product for each head of k and v.
-    rows = q.transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * T, q.shape[-1])
-    scores = (rows @ k.transpose(0, 2, 3, 1)).reshape(-1, K, N // K, T, T)
-    if hidden is not None:
-        np.copyto(scores, -np.inf, where=hidden)
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    y = scores.reshape(-1, K, N // K * T, T) @ v.transpose(0, 2, 1, 3)
-    y = y.reshape(-1, K, N // K, T, Hv)
+    y = numpy_attention(q, k, v, hidden)
     times.append(time.perf_counter())
-    z = project(y.transpose(0, 3, 1, 2, 4).reshape(*batch, T, N * Hv), "o", D)
+    z = project(y.reshape(*batch, T, N * Hv), "o", D)
     if weights["residual"]:
         z += x
     if norm is not None:

@@ -154,9 +154,9 @@ def visible(
         sees &= j < per_sequence("key_value_lengths", key_value_lengths)
     if mask is None and bias is None:
         return sees
-    arrays = {"mask": mask, "bias": bias}
-    shapes = [as_array(name, a).shape for name, a in arrays.items() if a is not None]
-    N = max(shape[-3] if len(shape) > 2 else 1 for shape in shapes)
+    mask = None if mask is None else as_array("mask", mask)
+    bias = None if bias is None else as_array("bias", bias)
+    N = max(a.shape[-3] if a.ndim > 2 else 1 for a in (mask, bias) if a is not None)
     mask, bias = check_mask(mask, (B, N, T, S)), check_bias(bias, (B, N, T, S))
     sees = np.broadcast_to(sees[:, None], (B, N, T, S))
     if mask is not None:

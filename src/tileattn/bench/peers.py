@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tileattn.bench.arrays import Alignment, Array, copy, empty
+from tileattn.bench.in_numpy import numpy_attention
 from tileattn.bench.needs import missing
 from tileattn.bench.rounds import Candidate
 
@@ -299,23 +300,6 @@ def _torch_in_blocks(q: Any, k: Any, v: Any, mask: Any, window: int) -> Any:
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2)
-
-
-def numpy_attention(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
-    """As one writes it in NumPy, a matrix product for each head of k and v."""
-    B, T, N, H = q.shape
-    S, K = k.shape[1:3]
-    G = N // K
-    q_heads = (q * q.dtype.type(H**-0.5)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
-    scores = q_heads.reshape(B, K, G * T, H) @ k.transpose(0, 2, 3, 1)
-    scores = scores.reshape(B, N, T, S)
-    if bias is not None:
-        scores += bias
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    y: Array = scores.reshape(B, K, G * T, S) @ v.transpose(0, 2, 1, 3)
-    return y.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 # ------------------------------------------------------------------ whole blocks

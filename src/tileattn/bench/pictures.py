@@ -426,7 +426,7 @@ def _below_roofs(axes: Any, best: dict[str, float], points: Sequence[_Point]) ->
             *point.at,
             marker=_MARKERS[point.group],
             color=INK,
-            markerfacecolor=INK if point.result.cell.split().count("cold") else "white",
+            markerfacecolor=INK if "cold" in point.result.cell.split() else "white",
             markersize=6,
         )
         pixel = axes.transData.transform(point.at)
