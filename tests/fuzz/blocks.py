@@ -1,6 +1,7 @@
 """Cases of AttentionBlock, attention_block and QuantizedMatrix, with caches and contexts."""
 
 import copy
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from tileattn.quantized import LEAST_SCALE
 
 #: Beyond, squares and sums may overflow, and an error of a rounding be of any size.
 CALM = 1e4
+#: Positions that a call or a cache has here at most.
+MOST_POSITIONS = 1024
 
 
 def block(draw, isa):
@@ -25,7 +28,7 @@ def block(draw, isa):
     block, arguments, call = made
     repr(block)
     require(block.nbytes > 0, "no bytes")
-    tolerance = _tolerance(block, isa)
+    errors = _errors(block, isa, arguments)
     arrays = [np.asarray(x) for x in arguments.values() if isinstance(x, np.ndarray)]
     arrays = [x for x in arrays if x.dtype.kind == "f"]
     if call.is_hostile or not all((abs(x) < CALM).all() for x in arrays):
@@ -35,9 +38,9 @@ def block(draw, isa):
     )
     for _ in range(draw.integer(1, 6) if kept else draw.integer(1, 2)):
         if kept is None or draw.chance(0.15):
-            _call(draw, block, arguments, tolerance)
+            _call(draw, block, arguments, errors)
         else:
-            _step(draw, block, arguments, tolerance, *kept)
+            _step(draw, block, arguments, errors, *kept)
 
 
 def _norm(draw, D, dtype):
@@ -146,14 +149,37 @@ def _make_linear(draw, plain, N, K):
     return None if block is None else (block, exact, call)
 
 
-def _tolerance(block, isa):
-    """Relative size of the errors that a block's arithmetic makes in what enters its products."""
+class Errors(NamedTuple):
+    """What a block's arithmetic may be off by, whatever the order of its sums."""
+
+    relative: float  # of what enters its products
+    least: float  # of a result, beside that
+
+
+def _errors(block, isa, arguments):
     if block.arithmetic == "int8":
-        return 1 / 127
+        return Errors(1 / 127, 0.0)
     if block.arithmetic == "bfloat16" or (block.weight_dtype == "bfloat16" and isa in DOT_ISAS):
-        return 2.0**-8
+        return Errors(2.0**-8, _flushed(block, arguments))
     # Of a sum of D products in any order, and of the few roundings beside it.
-    return float(np.finfo(block.dtype).eps) * (16 + block.model_dim) ** 0.5
+    return Errors(float(np.finfo(block.dtype).eps) * (16 + block.model_dim) ** 0.5, 0.0)
+
+
+def _flushed(block, arguments):
+    """What a result misses where dot products take every number below the normal range for 0.
+
+    A step of a sum may miss its product and the sum so far, each less than the least normal number:
+    so does a value, and what `w_o` and a norm behind it make of that. Scores so small are none.
+    """
+    step = 2 * float(np.finfo(np.float32).tiny)
+    w_o = abs(np.asarray(arguments["w_o"], np.float64))
+    values = step * (block.context_dim + MOST_POSITIONS)
+    z = values * w_o.sum(axis=(0, 1)).max() + step * w_o.shape[0] * w_o.shape[1]
+    if block.norm is None or block.norm_position != "post":
+        return z
+    weight = block.norm.weight
+    largest = 1.0 if weight is None else abs(np.asarray(weight, np.float64)).max()
+    return z * largest / block.norm.eps**0.5
 
 
 #: Relative size of the step between numbers that a cache can hold.
@@ -212,8 +238,8 @@ class Shaken:
         return cache
 
 
-def _judge(draw, call, got, run, shaken):
-    """Against the reference, whose results of shaken arguments say what an error may be.
+def _judge(draw, call, got, run, shaken, least):
+    """Against the reference: what shaken arguments change there, and `least`, an error may be.
 
     `run` gives the reference's result, of what its argument makes of each of the call's. Returns
     whether there was anything to compare.
@@ -231,7 +257,7 @@ def _judge(draw, call, got, run, shaken):
     limits = np.finfo(got.dtype)
     rounding = 4 * float(limits.eps) * abs(expected).max(initial=0) + float(limits.tiny)
     error = abs(got - expected)
-    if not (error <= 3 * allowed + rounding).all():
+    if not (error <= 3 * allowed + rounding + least).all():
         call.fault(f"is off by {np.nanmax(error):.3g}, where {allowed:.3g} is explained")
     return True
 
@@ -257,7 +283,7 @@ def _options(draw, block, B, T, S, plain, *, with_lengths=True):
             plain[name] = draw.lengths(B, limit)
 
 
-def _call(draw, block, arguments, tolerance):
+def _call(draw, block, arguments, errors):
     """Without a cache, or with a context, perhaps projected before."""
     B, T = draw.pick(0, 1, 1, 2, 3), draw.pick(0, 1, 1, 2, 5, 9, 16, 17, 33, 70)
     plain, S = {"x": _x(draw, block, B, T)}, T
@@ -300,7 +326,7 @@ def _call(draw, block, arguments, tolerance):
     def run(change):
         return _quiet(reference.attention_block, **{n: change(n, v) for n, v in values.items()})
 
-    _judge(draw, call, kept, run, Shaken(draw, tolerance))
+    _judge(draw, call, kept, run, Shaken(draw, errors.relative), errors.least)
 
 
 def _unrounded(exact, block):
@@ -353,7 +379,7 @@ def _cache(draw, block):
     return (first, second, model) if first is not None and second is not None else None
 
 
-def _step(draw, block, arguments, tolerance, cache, slow, model):
+def _step(draw, block, arguments, errors, cache, slow, model):
     """Decoding: what comes behind the positions that a cache holds; `slow` is the reference's."""
     B, T = cache.batch, draw.pick(0, 1, 1, 1, 2, 5, 9, 30)
     plain = {"x": draw.array((B, T, block.model_dim), block.dtype)}
@@ -391,7 +417,7 @@ def _step(draw, block, arguments, tolerance, cache, slow, model):
         return _quiet(reference.attention_block, **{n: change(n, v) for n, v in values.items()})
 
     step = STEPS.get(cache.dtype.name, 0.0)
-    is_known = _judge(draw, call, result, run, Shaken(draw, tolerance, step))
+    is_known = _judge(draw, call, result, run, Shaken(draw, errors.relative, step), errors.least)
     if not np.array_equal(cache.lengths, slow.lengths):
         call.fault(f"the lengths are {cache.lengths}, the reference's {slow.lengths}")
     if not is_known:
