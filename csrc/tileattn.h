@@ -171,6 +171,7 @@ typedef struct ta_attention_tile {
      * multiply it by their scales. */
     void *weights;
     void *row_max; /* [rows]; -inf until the row has seen a key */
+    int keeps_max; /* whether row_max is given, and stays: for weights without values */
     void *row_sum; /* [rows][vl]; the sum is that of the lanes */
     void *out;     /* [rows][out_stride], running sum of weighted values */
     ptrdiff_t out_stride;
@@ -304,7 +305,6 @@ typedef struct ta_kernels {
     void (*weigh_tile)(const ta_attention_tile *tile);
     void (*weigh_few)(const ta_attention_tile *tile);
     /* After weigh_tile: the weights relative to starts[rows], from which row_max set out. */
-    void (*settle_weights)(const ta_attention_tile *tile, const void *starts);
     /* dst[j] += the sum of src[i * row_stride + j] for i < rows, j < columns, a multiple of vl. */
     void (*add_rows)(void *dst, const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride);
     void (*value_tile)(const ta_attention_tile *tile);

@@ -118,6 +118,24 @@ def test_any_lse_is_taken_as_it_is(shift, dtype):
         check_weights(attention_weights(q, k, lse, reduce=reduce), q, k, lse, reduce=reduce)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 21])
+def test_an_infinite_weight_leaves_those_beside_it_as_they_are(T, dtype):
+    """A score far above its row's LSE, or infinite, has an infinite weight, as exp has it."""
+    q, k, lse = arrays(T=T, S=130, dtype=dtype)
+    quiet = attention_weights(q, k, lse)
+    for high in (1e5, np.inf):
+        bias = np.zeros(130, dtype)
+        bias[[3, 77]] = high
+        weights = attention_weights(q, k, lse, bias=bias)
+        assert (weights[..., [3, 77]] == np.inf).all()
+        assert same_bits(*(np.delete(w, [3, 77], axis=-1) for w in (weights, quiet)))
+        sums = attention_weights(q, k, lse, bias=bias, reduce="queries")
+        assert (sums[..., [3, 77]] == np.inf).all()
+        assert (sums[..., :3] < np.inf).all()
+        assert (attention_weights(q, k, lse, bias=bias, reduce="keys") == np.inf).all()
+
+
 def test_hidden_keys_weigh_nothing_beside_infinite_weights():
     q, k, lse = arrays(T=21, S=530)
     mask = np.arange(530) % 3 > 0

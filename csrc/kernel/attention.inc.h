@@ -4,7 +4,6 @@
  *   weigh_tile     weights[i][j] = 2^(q_i . k_j - row_max_i), 0 where unseen; row_sum += weights;
  *   weigh_few      raises row_max where it must; the second for keys as they lie in memory
  *   value_tile     out[i] += weights[i] . v
- *   settle_weights for weights without values: relative to what row_max was, whatever has raised it
  *   add_rows       their sums over rows
  *   merge_row      the union of two disjoint parts of the keys
  *   finish_row     out / row_sum, and the LSE
@@ -86,14 +85,6 @@ TA_NOINLINE int raise_rows(const ta_attention_tile *t, ptrdiff_t panel, starts *
         if (top == -INFINITY)
             continue;
         const real before = *row_max;
-        if (before != before) { /* attention_weights got an LSE of NaN: all are NaN but hidden ones */
-            for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
-                vec score = vec_load(scores + j);
-                veci hidden = (veci)(score == vec_all(-INFINITY));
-                vec_store(scores + j, vec_select(hidden, score, vec_all(before)));
-            }
-            continue;
-        }
         *row_max = before == -INFINITY || top > before + TA_RAISE ? top : before;
         for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL)
             vec_store(scores + j, vec_load(scores + j) - vec_all(*row_max));
@@ -220,6 +211,31 @@ TA_INLINE void end_products(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS]
     }
 }
 
+/* Weights of a panel whose rows keep their maxima, from its scores in memory. Such a maximum is an LSE that
+ * somebody gives, NaN maybe, or less than a score: a weight beyond the range of vec_exp2 is made by half.
+ */
+#define weigh_kept TA_NAME(weigh_kept)
+TA_NOINLINE void weigh_kept(const ta_attention_tile *t, ptrdiff_t panel, const starts *from)
+{
+    const vec top = vec_all(TA_BITS == 32 ? 127 : 1023), one = vec_all(1);
+    for (int i = 0; i < t->rows; i++) {
+        real *weights = (real *)t->weights + i * TA_WEIGHT_STRIDE;
+        const vec row_max = vec_all(from->whole >> i & 1 ? ((const real *)t->row_max)[i] : 0);
+        vec sum = vec_load((const real *)t->row_sum + i * TA_VL);
+        for (ptrdiff_t j = panel; j < panel + TA_KEYS; j += TA_VL) {
+            const vec given = vec_load(weights + j), score = given - row_max;
+            const veci hidden = (veci)(given == vec_all(-INFINITY)), high = (veci)(score > top);
+            const veci infinite = (veci)(score > top + one);
+            const vec half = vec_select(infinite, top, score - one);
+            vec weight = vec_exp2(vec_select(hidden, given, vec_select(high, half, score)));
+            weight = vec_select(high, weight + weight, weight);
+            vec_store(weights + j, weight);
+            sum += weight;
+        }
+        vec_store((real *)t->row_sum + i * TA_VL, sum);
+    }
+}
+
 /* From a panel's scores in registers to its weights in memory. Returns 0, or 1 if it wants the scores from
  * new starts first. */
 #define weigh_panel TA_NAME(weigh_panel)
@@ -241,6 +257,10 @@ TA_INLINE int weigh_panel(const int rows, vec acc[TA_ACC_ROWS][TA_ACC_VECTORS], 
         store_panel(rows, weights, TA_WEIGHT_STRIDE, acc);
         if (hide)
             hide_unseen(t, panel);
+        if (t->keeps_max) {
+            weigh_kept(t, panel, from);
+            return 0;
+        }
         if (raise_rows(t, panel, from))
             return 1;
         start_scores(rows, t, from);
@@ -511,30 +531,6 @@ static void TA_NAME(value_tile)(const ta_attention_tile *t)
 }
 #undef TA_INSTANCE
 #undef TA_ENTRY
-
-/* A weight of 0 is 0 whatever the factor: that may be inf. */
-#define scale_weights TA_NAME(scale_weights)
-TA_INLINE vec scale_weights(vec weights, vec factor)
-{
-    return vec_select((veci)(weights == vec_all(0)), weights, weights * factor);
-}
-
-/* Weights relative to what the rows started from: takes back what raise_rows has done meanwhile. */
-static void TA_NAME(settle_weights)(const ta_attention_tile *t, const void *starts)
-{
-    for (int i = 0; i < t->rows; i++) {
-        real *row_max = (real *)t->row_max + i, start = ((const real *)starts)[i];
-        if (*row_max == start || start != start)
-            continue;
-        vec factor = vec_all((real)exp2((double)*row_max - start));
-        *row_max = start;
-        real *weights = (real *)t->weights + i * TA_WEIGHT_STRIDE;
-        for (ptrdiff_t j = t->key_begin / TA_KEYS * TA_KEYS; j < t->key_end; j += TA_VL)
-            vec_store(weights + j, scale_weights(vec_load(weights + j), factor));
-        real *sum = (real *)t->row_sum + i * TA_VL;
-        vec_store(sum, scale_weights(vec_load(sum), factor));
-    }
-}
 
 /* dst[j] += the sum of src[i * row_stride + j] over the rows. */
 static void TA_NAME(add_rows)(void *dst, const void *src, ptrdiff_t rows, ptrdiff_t columns,

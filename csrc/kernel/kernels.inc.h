@@ -115,7 +115,6 @@ const ta_kernels TA_NAME(kernels) = {
     .start_row = TA_NAME(start_row),
     .weigh_tile = TA_NAME(weigh_tile),
     .weigh_few = TA_NAME(weigh_few),
-    .settle_weights = TA_NAME(settle_weights),
     .add_rows = TA_NAME(add_rows),
     .value_tile = TA_NAME(value_tile),
     .load_key_options = TA_NAME(load_key_options),

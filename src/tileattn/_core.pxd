@@ -115,6 +115,7 @@ cdef extern from "tileattn.h" nogil:
         const ta_score_row *score_rows
         void *weights
         void *row_max
+        int keeps_max
         void *row_sum
         void *out
         Py_ssize_t out_stride
@@ -209,7 +210,6 @@ cdef extern from "tileattn.h" nogil:
                           double sink) noexcept nogil
         void (*weigh_tile)(const ta_attention_tile *tile) noexcept nogil
         void (*weigh_few)(const ta_attention_tile *tile) noexcept nogil
-        void (*settle_weights)(const ta_attention_tile *tile, const void *starts) noexcept nogil
         void (*add_rows)(void *dst, const void *src, Py_ssize_t rows, Py_ssize_t columns,
                          Py_ssize_t row_stride) noexcept nogil
         void (*value_tile)(const ta_attention_tile *tile) noexcept nogil

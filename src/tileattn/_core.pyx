@@ -827,7 +827,6 @@ cdef struct AttentionScratch:
     ta_score_row *score_rows   # of all heads of the item, and zeros
     Seen *seen             # of each register tile
     Py_ssize_t first_row   # of the item's, among the stacked rows
-    char *weights_from     # of all rows, what their scores are relative to
     char *weights_sum      # [G][TA_KEY_BLOCK], over queries
 
 
@@ -1001,7 +1000,6 @@ cdef Py_ssize_t attention_scratch(const Attention *a, AttentionScratch *s, char 
     s.score_rows = <ta_score_row *>carve(
         &cursor, (states + TA_MAX_ROWS) * sizeof(ta_score_row) if a.has_score_rows else 0)
     s.seen = <Seen *>carve(&cursor, row_tiles_of(a, rows) * sizeof(Seen))
-    s.weights_from = carve(&cursor, rows * itemsize if a.weights_out.data != NULL else 0)
     s.weights_sum = carve(&cursor, a.group * TA_KEY_BLOCK * itemsize if a.weights_out.data != NULL else 0)
     return cursor - <uintptr_t>memory
 
@@ -1190,7 +1188,6 @@ cdef void take_weights(const Attention *a, const AttentionScratch *s, const ta_a
     cdef Py_ssize_t itemsize = kernels.itemsize, G = a.group, nr = kernels.attention_nr
     cdef Py_ssize_t begin = t.key_begin // nr * nr, end = round_up(t.key_end, nr), i, g, of_all
     cdef const char *weights
-    kernels.settle_weights(t, s.weights_from + row * itemsize)
     if a.sum_over == OVER_QUERIES:
         for g in range(min(G, <Py_ssize_t>t.rows)):
             of_all = s.first_row + row + g
@@ -1393,6 +1390,7 @@ cdef void attend(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py
     t.k_stride = a.k.stride[1] if a.k_in_place else t.head_dim
     t.k_storage = a.k.storage if a.k_in_place else TA_REAL
     t.weights = s.weights
+    t.keeps_max = a.weights_out.data != NULL
     t.out_stride = t.v_columns + SKEW
     options.softcap = a.softcap * LOG2_E
     options.bias_storage = a.bias.storage
@@ -1558,7 +1556,6 @@ cdef void start_weights(const Attention *a, const AttentionScratch *s, Py_ssize_
             start = min(max(start, lowest), -lowest)
         set_number(a, s.first_chunk.row_max, i, start)
     memset(s.first_chunk.row_sum, 0, rows * a.kernels.vl * itemsize)
-    memcpy(s.weights_from, s.first_chunk.row_max, rows * itemsize)
 
 
 cdef void finish_weights(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
@@ -1958,7 +1955,6 @@ def kernel_table(str dtype):
         "start_row": <uintptr_t>k.start_row,
         "weigh_tile": <uintptr_t>k.weigh_tile,
         "weigh_few": <uintptr_t>k.weigh_few,
-        "settle_weights": <uintptr_t>k.settle_weights,
         "add_rows": <uintptr_t>k.add_rows,
         "value_tile": <uintptr_t>k.value_tile,
         "load_key_options": <uintptr_t>k.load_key_options,

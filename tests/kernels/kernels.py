@@ -117,6 +117,7 @@ class AttentionTile(Structure):
         ("score_rows", c_void_p),
         ("weights", c_void_p),
         ("row_max", c_void_p),
+        ("keeps_max", c_int),
         ("row_sum", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_ssize_t),
@@ -196,7 +197,6 @@ PROTOTYPES = {
     "start_row": (None, c_void_p, c_ssize_t, c_void_p, c_void_p, c_double),
     "weigh_tile": (None, POINTER(AttentionTile)),
     "weigh_few": (None, POINTER(AttentionTile)),
-    "settle_weights": (None, POINTER(AttentionTile), c_void_p),
     "add_rows": (None, c_void_p, c_void_p, *[c_ssize_t] * 3),
     "value_tile": (None, POINTER(AttentionTile)),
     "load_key_options": (c_int, c_void_p, POINTER(ScoreOptions), POINTER(ScoreRow), c_ssize_t)

@@ -497,6 +497,43 @@ def test_the_first_panel_sets_the_maximum(kernels, kernel):
 
 
 @both
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_kept_maxima_stay_whatever_the_scores(kernels, kernel, hidden):
+    """Weights are powers of two: beside those that overflow, and up to the range's end."""
+    nr, top = kernels.attention_nr, np.finfo(kernels.dtype).maxexp
+    scores = whole_scores(kernels, 4, 2)
+    scores[:, nr + 1] = [top - 1, top, 1e4, 3 * top - 1]
+    scores[0, 2] = top - 2
+    row_max = np.array([0, -20, 4, 2 * top], kernels.dtype)
+    last = [2 * nr - hidden] * 4  # whether a panel takes its scores from memory changes no bit
+    got = weigh(kernels, *operands(scores), row_max, last=last, kernel=kernel, keeps_max=1)
+    with np.errstate(over="ignore", under="ignore"):
+        one = kernels.dtype.type(1)
+        expected = np.ldexp(one, (scores - row_max[:, None]).astype(int))  # exp2 need not be exact
+    expected[:, 2 * nr - hidden :] = 0
+    np.testing.assert_array_equal(got.weights, expected)
+    assert np.isinf(got.weights).sum() == 2
+    sums = np.zeros((4, kernels.vl), kernels.dtype)
+    for j in range(0, 2 * nr, kernels.vl):
+        sums += expected[:, j : j + kernels.vl]
+    np.testing.assert_array_equal(got.row_sum, sums)
+    assert same_bits(got.row_max, row_max)
+    assert not got.out.any()
+
+
+@both
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_kept_maximum_that_is_not_finite_hides_no_hidden_key(kernels, kernel, bad):
+    scores = whole_scores(kernels, 3, 2)
+    quiet = weigh(kernels, *operands(scores), [0, 0, 0], kernel=kernel, keeps_max=1)
+    got = weigh(kernels, *operands(scores), [0, bad, 0], last=[9, 3, 9], kernel=kernel, keeps_max=1)
+    assert not got.weights[1, 3:].any()
+    np.testing.assert_array_equal(got.weights[1, :3], [np.exp2(-bad)] * 3)
+    for i in (0, 2):
+        assert same_bits(got.weights[i, :9], quiet.weights[i, :9])
+
+
+@both
 def test_a_score_far_above_raises_its_own_row_only(kernels, kernel):
     mr, nr = kernels.attention_mr, kernels.attention_nr
     old_sum = np.full((mr, kernels.vl), 4, kernels.dtype)
