@@ -7,7 +7,7 @@ import pytest
 import tileattn
 from tests import fuzz
 from tests.operations import OPERATIONS, B, operations, qkv
-from tests.oracle import same_bits
+from tests.oracle import HALVES, same_bits
 from tileattn import KVCache
 
 THREADS = 1, 2, 3, 7
@@ -44,6 +44,22 @@ def test_threads_and_runs(operation):
     for threads in THREADS:
         for run in range(2):
             check_equal(call(*inputs, num_threads=threads), expected, (threads, run))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, *HALVES[1:]])  # float16 cannot overflow
+def test_overflows_beside_infinities(dtype):
+    """Which of them comes first decides between inf and NaN, and threads how rows share tiles."""
+    q, k, v = qkv(65, 65, 9, 1, 8)
+    v[...] = -2e38
+    v[:, 30::7] = np.inf
+    q, k, v = (a.astype(dtype) for a in (q, k, v))
+    results = [
+        tileattn.dot_product_attention(q, k, v, is_causal=True, num_threads=n) for n in range(1, 8)
+    ]
+    assert np.isneginf(results[0].astype(np.float32)).any()
+    assert not np.isfinite(results[0][:, 30:].astype(np.float32)).any()
+    for threads, result in enumerate(results, start=1):
+        assert same_bits(result, results[0], nan_equal=True), threads
 
 
 def test_company(operation):

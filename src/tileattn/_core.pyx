@@ -861,6 +861,11 @@ cdef void plan_options(Attention *a) noexcept nogil:
                         or (a.bias.data != NULL and not a.bias_of_keys))
 
 
+cdef bint may_be_cut(const Attention *a) noexcept nogil:
+    """Whether the threads have a say in how the stacked rows of a K/V head are cut into tiles."""
+    return a.group * a.q.shape[1] > CHUNKED_ROWS
+
+
 cdef Py_ssize_t tiles_of(const Attention *a, int threads, Py_ssize_t sequences) noexcept nogil:
     """Into how many tiles the stacked rows of a K/V head are cut.
 
@@ -869,7 +874,7 @@ cdef Py_ssize_t tiles_of(const Attention *a, int threads, Py_ssize_t sequences) 
     """
     cdef Py_ssize_t rows = a.group * a.q.shape[1], heads = sequences * a.k.shape[2]
     cdef Py_ssize_t tiles = ceil_div(rows, TILE_ROWS)
-    if rows <= CHUNKED_ROWS:
+    if not may_be_cut(a):
         return 1
     if threads > 1 and heads > 0:
         tiles = max(tiles, min(ceil_div(4 * threads, heads), rows // 32))
@@ -888,7 +893,7 @@ cdef void plan_attention(Attention *a, int threads, Py_ssize_t sequences) noexce
     a.k_in_place = in_place(a, &a.k)
     a.v_in_place = in_place(a, &a.v)
     plan_options(a)
-    a.chunks = chunks_of(a.k.shape[1]) if rows <= CHUNKED_ROWS else 1
+    a.chunks = 1 if may_be_cut(a) else chunks_of(a.k.shape[1])
     a.tiles = tiles_of(a, threads, sequences)
     a.head_parts = 1 if a.few else ceil_div(K, max(TILE_ROWS // max(rows, <Py_ssize_t>1), <Py_ssize_t>1))
     a.split = False
@@ -1226,22 +1231,28 @@ cdef struct Values:
 cdef void add_values(const Attention *a, const AttentionScratch *s, Py_ssize_t b, Py_ssize_t head,
                      Py_ssize_t key_begin, Py_ssize_t key_end, bint some_hidden, Values *v,
                      ta_attention_tile *t) noexcept nogil:
-    """Adds the values of keys [key_begin, key_end) of a block to the rows of a tile, times its weights."""
+    """Adds the values of keys [key_begin, key_end) of a block to the rows of a tile, times its weights.
+
+    Values that are not finite go by themselves where some rows see them and others don't, since 0 * NaN of
+    an unseen value must not arise. Where the threads decide which rows share a tile they always do: an
+    overflow of the others would come before or behind them.
+    """
     cdef const ta_kernels *kernels = a.kernels
     cdef Py_ssize_t at, itemsize = kernels.itemsize
-    if some_hidden and v.storage != TA_REAL:        # what follows needs them converted
+    cdef bint by_themselves = some_hidden or may_be_cut(a)
+    if by_themselves and v.storage != TA_REAL:      # what follows needs them converted
         pad_rows(a, &a.v, b, head, t.key_start, key_begin, key_end, s.v)
         v.data = s.v
         v.stride = t.v_columns
         v.storage = TA_REAL
-    if some_hidden and v.finite < 0:
+    if by_themselves and v.finite < 0:
         at = key_begin * v.stride * itemsize
         v.finite = kernels.all_finite(v.data + at, key_end - key_begin, t.v_columns, v.stride)
         if not v.finite:
             kernels.copy_finite(s.finite_v + key_begin * t.v_columns * itemsize, v.data + at,
                                 key_end - key_begin, t.v_columns, v.stride)
     t.v_storage = v.storage
-    if some_hidden and not v.finite:                # 0 * NaN of an unseen value must not arise
+    if by_themselves and not v.finite:
         t.v = s.finite_v
         t.v_stride = t.v_columns
         kernels.value_tile(t)
@@ -1310,7 +1321,7 @@ cdef void attend_dots(const Attention *a, const AttentionScratch *s, Py_ssize_t 
         if not packed:
             packed = True
             pack_words_of(a, s, b, head, block, key_begin, key_end)
-        if hidden and dropped < 0:                              # 0 * NaN of an unseen value must not arise
+        if (hidden or may_be_cut(a)) and dropped < 0:           # as in add_values
             dropped = kernels.drop_strays(
                 <uint32_t *>s.value_words + key_begin // TA_DOT_KEYS * TA_DOT_WORDS * width,
                 (ceil_div(key_end, TA_DOT_KEYS) - key_begin // TA_DOT_KEYS) * TA_DOT_WORDS * width)

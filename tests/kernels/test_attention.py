@@ -810,7 +810,7 @@ def test_finish_row_of_nan(kernels):
 
 def test_all_finite(kernels):
     big = np.finfo(kernels.dtype).max
-    for rows, vectors, gap in itertools.product((0, 1, 3), (0, 1, 2), (0, 1, 9)):
+    for rows, vectors, gap in itertools.product((0, 1, 3, 4, 5, 8), (0, 1, 2), (0, 1, 9)):
         columns = vectors * kernels.vl
         memory = np.full((rows + 2, columns + gap), np.nan, kernels.dtype)  # NaN on all sides
         v = memory[1:-1, :columns]
