@@ -805,6 +805,30 @@ def test_weights_refuse(given, error, names):
 # ------------------------------------------------------------------ smaller checks
 
 
+class NoIndex:
+    def __index__(self):
+        raise RuntimeError("no data")
+
+    def __repr__(self):
+        return "something without data"
+
+
+@pytest.mark.parametrize("name", ["num_threads", "local_window_size"])
+def test_errors_of_an_index_name_the_argument(name):
+    q = random(0, 3, 1, 4)
+    with pytest.raises(TypeError, match=f"^{name} must be an int.*, not something") as raised:
+        dot_product_attention(q, q, q, **{name: NoIndex()})
+    assert "no data" in str(raised.value.__cause__)
+
+
+def test_an_empty_list_holds_no_floats():
+    q = random(0, 0, 3, 1, 4)
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
+        assert dot_product_attention(q, q, q, **{name: []}).shape == q.shape
+        with pytest.raises(TypeError, match=f"^{name} must hold integers, not float64"):
+            dot_product_attention(q, q, q, **{name: np.array([])})
+
+
 def test_num_threads_may_be_any_integer():
     assert check_num_threads(np.int16(3)) == 3
     assert check_num_threads(1024) == 1024

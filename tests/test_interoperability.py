@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -437,6 +438,37 @@ def test_tensors_that_numpy_would_misread_are_refused(dtype):
         with pytest.raises(TypeError, match=rf"^w_q \(of type .*{words}") as raised:
             as_array("w_q", tensor)
         assert isinstance(raised.value.__cause__, Exception)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tangents_are_not_dropped(dtype):
+    torch = pytest.importorskip("torch")
+    ones = torch.ones(3, dtype=getattr(torch, dtype))
+    with torch.autograd.forward_ad.dual_level():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it compiles
+            dual = torch.autograd.forward_ad.make_dual(ones, ones)
+        with pytest.raises(TypeError, match=r"^w_q \(of type Tensor\) .* tangent"):
+            as_array("w_q", dual)
+        assert as_array("w_q", ones).tolist() == [1, 1, 1]
+
+
+class Masks:
+    """What gives a masked array."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+@pytest.mark.parametrize("around", [Masks, lambda a: [a], lambda a: ([a], [a.filled(0)])])
+def test_masks_are_not_dropped_wherever_they_are(around):
+    array = np.ma.masked_array([1.0, 2.0], [False, True])
+    with pytest.raises(TypeError, match=r"^bias is a masked array.*\.filled"):
+        as_array("bias", around(array))
+    assert as_array("bias", Masks(np.ones((2, 2)))).tolist() == [[1, 1], [1, 1]]
 
 
 def test_results_go_into_a_tensor_s_memory():

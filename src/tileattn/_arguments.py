@@ -1073,20 +1073,28 @@ def as_array(name: str, value: ArrayLike) -> Array:
     """What has an array (`__array__`, `__array_interface__`, DLPack) as one, in place."""
     if type(value) is np.ndarray:
         return value
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} is a masked array, and its mask would be lost: fill it with .filled(value)"
-        )
     is_plain = isinstance(value, PLAIN)
     if not is_plain:
         _check_device(name, value)
     try:
-        return np.asarray(value) if is_plain else _read(value)
+        array = np.asanyarray(value) if is_plain else _read(value)
     except MemoryError:
         raise
     except Exception as error:  # such as rows of several lengths, or a gradient that would be lost
         refusal = ValueError if isinstance(error, ValueError) else TypeError
         raise refusal(f"{name}{_type_of(value)} gives no array: {error}") from error
+    if _is_masked(array) or _is_masked(value):
+        raise TypeError(
+            f"{name} is a masked array, and its mask would be lost: fill it with .filled(value)"
+        )
+    return np.asarray(array)
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether NumPy would drop a mask: that of an array, or of one in a list."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _check_device(name: str, value: Any) -> None:
@@ -1111,14 +1119,17 @@ def _check_device(name: str, value: Any) -> None:
 
 def _read(value: Any) -> Array:
     if not hasattr(value, "__dlpack__"):
-        return np.asarray(value)
+        return np.asanyarray(value)
     torch: Any = sys.modules.get("torch")
     is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    # torch itself refuses to drop a gradient, but not what forward mode carries along.
+    if is_tensor and torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
+        raise TypeError("it has a tangent, which would be lost")
     # As integers, since torch and NumPy's DLPack have no such type in common; but with a gradient,
     # which would be lost in silence, it is torch that refuses below.
     if is_tensor and value.dtype == torch.bfloat16 and not value.requires_grad:
         return np.asarray(value.view(torch.int16)).view(bfloat16_type("bfloat16"))
-    return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    return np.asanyarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
 
 
 def bfloat16_type(name: str) -> np.dtype[Any]:
@@ -1212,12 +1223,13 @@ def check_flag(name: str, value: bool) -> bool:
 
 
 def check_int(name: str, value: Any) -> int:
+    cause = None
     try:
         if not isinstance(value, bool):
             return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be an int, not {value!r}")
+    except Exception as error:  # a tensor without data has errors of its own
+        cause = error
+    raise TypeError(f"{name} must be an int, not {value!r}") from cause
 
 
 def check_real(name: str, value: Any) -> float:
@@ -1440,6 +1452,8 @@ def _what_needs_positions(
 def as_integers(name: str, value: ArrayLike) -> Array:
     """An array of integers that int64 can hold."""
     array = as_array(name, value)
+    if array.size == 0 and isinstance(value, (list, tuple)):  # of floats, for NumPy
+        array = array.astype(np.int64)
     kind = array.dtype.kind
     if kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
