@@ -643,7 +643,7 @@ def _compare(
     seconds = interleave(turns, rounds)
 
     print(f"Prompt of {len(prompt)} tokens, answer of {len(answer)}; medians of {rounds} rounds.")
-    print(f"Tokens a second, then {ours}'s speed over it in the same round (lowest..highest).")
+    print(f"Tokens a second, then {ours}'s speed over it in the same round (quartiles).")
     print(f"Difference: the largest of logits from {ours}'s, relative to the largest of these.")
     print()
     print(f"{'':12}  {'prompt':28}  {'answer':28}  difference")

@@ -236,8 +236,8 @@ def _speed(runs: Sequence[Run]) -> Figure | None:
         "How many times as fast as each peer tileattn is",
         _conditions(runs, (owner for _, row in rows for owner in row)),
         [
-            "Dots: median of the ratios of times within a round; lines: from the lowest to the "
-            "highest. Each peer's fastest way.",
+            "Dots: median of the ratios of times within a round; lines: the middle half of the "
+            "rounds. Each peer's fastest way.",
         ],
     )
     left = 0.5 + 0.072 * max(len(name) for name, row in rows if row)
@@ -370,13 +370,15 @@ def _roofline(runs: Sequence[Run]) -> Figure | None:
         axes = _axes(
             figure, 0.85, 0.5, top + panel * i, bottom + panel * (len(panels) - 1 - i) + 0.65
         )
-        _below_roofs(axes, best, shown)
+        _below_roofs(axes, best, shown, named=not title)
         if title:
             axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK, pad=-2)
     return figure
 
 
-def _below_roofs(axes: Any, best: dict[str, float], points: Sequence[_Point]) -> None:
+def _below_roofs(
+    axes: Any, best: dict[str, float], points: Sequence[_Point], *, named: bool
+) -> None:
     flat = {"FMA peak": "multiply-adds"}
     if any(point.result.limit == "dot product peak" for point in points):
         flat["dot product peak"] = "bfloat16 dot products"
@@ -438,7 +440,8 @@ def _below_roofs(axes: Any, best: dict[str, float], points: Sequence[_Point]) ->
         legend = axes.legend(loc="lower right", frameon=False, fontsize=8.5)
         room.add_text(legend.get_window_extent().extents)
     for point in sorted(points, key=lambda point: -point.at[1]):
-        _label(axes, point.result.label, point.at, room)
+        operation, _, sizes = point.result.label.partition(" ")
+        _label(axes, f"{operation} {sizes}" if named else sizes, point.at, room)
 
 
 class _Room:
@@ -535,11 +538,10 @@ def _scaling(runs: Sequence[Run]) -> Figure | None:
             positions = sizes["B"] * sizes["T"]
             for owner, name in _fastest(timing).items():
                 curve = curves.setdefault(owner, _Curve([], [], [], []))
-                seconds = sorted(1e6 * each / positions for each in timing.seconds[name])
+                micros = 1e6 * np.quantile(timing.seconds[name], [0.25, 0.5, 0.75]) / positions
                 curve.lengths.append(sizes["T"])
-                curve.values.append(statistics.median(seconds))
-                curve.low.append(seconds[0])
-                curve.high.append(seconds[-1])
+                for values, value in zip(curve[1:], micros[[1, 0, 2]], strict=True):
+                    values.append(float(value))
         if curves:
             axes_of = "DNKH" if is_block else "NKH"
             shape = " ".join(f"{axis} {sizes[axis]}" for axis in axes_of)
@@ -550,7 +552,7 @@ def _scaling(runs: Sequence[Run]) -> Figure | None:
         5.4,
         "Time a token, over the length of the sequence",
         _conditions(runs, (owner for _, curves in panels for owner in curves)),
-        ["Medians of all rounds, and from the shortest to the longest. Lower is better."],
+        ["Medians of all rounds, and the middle half of them. Lower is better."],
     )
     width = (_WIDTH - 0.4) / len(panels)
     for i, (title, curves) in enumerate(panels):

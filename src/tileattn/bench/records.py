@@ -3,7 +3,8 @@
 The file is one JSON object, a Run as its fields stand here, with a first field `format` that is
 "tileattn bench" and a `version` that grows when a field changes its meaning. Times are in seconds,
 sizes in bytes, and every list of times has one entry a round, so that two of them can be divided
-round by round; `ratios`, which say how many times tileattn's time a peer took, are just that.
+round by round; `ratios`, which say how many times tileattn's time a peer took, are just that: the
+rounds' median and quartiles.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from tileattn._command import CommandError
 from tileattn.bench.rounds import Spread, ratio
 
-FORMAT, VERSION = "tileattn bench", 1
+FORMAT, VERSION = "tileattn bench", 2
 #: Of the candidates; the peers' are in `needs`.
 OURS = "tileattn"
 

@@ -60,7 +60,7 @@ def heading(run: Run) -> list[str]:
     if run.groups:
         lines += [
             "",
-            f"Ratios are of times in one round: the median (lowest..highest) of {run.rounds}.",
+            f"Ratios are of times in one round: the median (quartiles) of {run.rounds}.",
             "Above 1, tileattn is faster; with %, a part of its time. The limit is the peak of",
             "FMAs (with bfloat16, of dot products) for GFLOP/s, reading for GB/s. Arrays are",
             f"aligned as {run.alignment}.",

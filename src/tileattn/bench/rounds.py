@@ -3,17 +3,19 @@
 Where other work shares the machine, its speed changes by half within seconds, so absolute times
 prove little and neither does a ratio of medians. Instead, candidates take turns of some 20 ms in
 one process, in an order that is reversed every other round. Each round gives one ratio of any two,
-and what is quoted is the median of those ratios, with the lowest and the highest. The machine's
-own limits, its multiply-adds and its reading of memory, take their turns like any candidate.
+and what is quoted is the median of those ratios, with the quartiles between which half of the
+rounds lie: the worst of them tells of the machine alone. The machine's own limits, its
+multiply-adds and its reading of memory, take their turns like any candidate.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from tileattn import _core
 
@@ -45,7 +47,7 @@ class Candidate:
 
 
 class Spread(NamedTuple):
-    """Of the rounds' ratios."""
+    """Of the rounds' ratios: their median and quartiles."""
 
     median: float
     low: float
@@ -105,4 +107,5 @@ def interleave(
 def ratio(numerator: list[float], denominator: list[float]) -> Spread:
     """Round by round, numerator / denominator."""
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    return Spread(statistics.median(ratios), min(ratios), max(ratios))
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return Spread(median, low, high)
