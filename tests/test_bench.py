@@ -197,7 +197,7 @@ def test_peers_that_are_not_installed_are_named_with_the_way_to_get_them(bench, 
     monkeypatch.setattr(needs, "find_spec", lambda module: None)
     _, output, _ = bench(*quick())
     (line,) = (line for line in output.splitlines() if line.startswith("Left out"))
-    for words in ("numpy (pip install 'tileattn[bench]')", "torch (pip install torch)"):
+    for words in ("numpy (pip install threadpoolctl)", "torch (pip install torch)"):
         assert words in line
     _, output, _ = bench(*quick("--peers"))
     assert "Left out" not in output
@@ -218,7 +218,7 @@ def test_a_cell_that_needs_a_package_says_so(bench, monkeypatch):
     monkeypatch.setitem(GROUPS, "attention", replace(GROUPS["attention"], cells=cells))
     status, output, _ = bench(*quick("attention", "--peers"))
     assert status == 0
-    assert f"{cells[2].name} needs ml_dtypes: pip install 'tileattn[bench]'" in output
+    assert f"{cells[2].name} needs ml_dtypes: pip install ml_dtypes" in output
     assert cells[0].name in output
 
 
@@ -325,7 +325,7 @@ def test_refused_arguments(refusal, arguments, words):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("numpy", "numpy needs threadpoolctl: pip install 'tileattn[bench]'"),
+        ("numpy", "numpy needs threadpoolctl: pip install threadpoolctl"),
         ("torch", "torch needs torch: pip install torch"),
         ("ORT MHA", "ORT MHA needs onnxruntime and onnx: pip install onnxruntime onnx"),
     ],

@@ -350,7 +350,7 @@ def test_missing_packages_are_named(tmp_path, command_fails, monkeypatch):
     (tmp_path / "text").write_text("Some words.")
     monkeypatch.setattr(minilm, "fetch", lambda package: tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    command_fails(main, ["q", str(tmp_path / "text")], "pip install 'tileattn[models]'")
+    command_fails(main, ["q", str(tmp_path / "text")], "pip install '.[models]'")
 
 
 # ---------------------------------------------------------------- fetching

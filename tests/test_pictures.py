@@ -245,7 +245,7 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch, capsys, tmp_path):
         assert main.main(command) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert "--plot needs matplotlib: pip install 'tileattn[bench]'" in captured.err
+        assert "--plot needs matplotlib: pip install matplotlib" in captured.err
 
 
 def test_a_folder_that_cannot_be(capsys, tmp_path):

@@ -609,7 +609,7 @@ def test_errors_of_the_command(command_fails, monkeypatch):
 def test_missing_packages_are_named(tmp_path, command_fails, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda package: tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    command_fails(main, ["q"], "gguf: pip install 'tileattn[models]'")
+    command_fails(main, ["q"], "gguf: pip install '.[models]'")
 
 
 def test_missing_peers_are_named(command_fails, monkeypatch):

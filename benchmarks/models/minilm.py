@@ -265,7 +265,7 @@ def _load_tokenizer(path: Path) -> Any:
         tokenizers = importlib.import_module("tokenizers")
     except ImportError:
         raise ImportError(
-            "this program needs the package tokenizers: pip install 'tileattn[models]'"
+            "this program needs the package tokenizers: pip install '.[models]'"
         ) from None
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))

@@ -198,7 +198,7 @@ def _import(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise ImportError(
-            f"this program needs the package {package}: pip install 'tileattn[models]'"
+            f"this program needs the package {package}: pip install '.[models]'"
         ) from None
 
 

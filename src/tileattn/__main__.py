@@ -630,7 +630,7 @@ def _comparison(times: _Times) -> str:
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> str:
-    """A median, and how many times ours it is, round by round: the median and the ends."""
+    """A median, and how many times ours it is, round by round: the median and the quartiles."""
     times = ratio(theirs, ours)
     return (
         f"{duration(statistics.median(theirs))}, {times.median:.1f} "

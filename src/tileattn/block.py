@@ -409,7 +409,7 @@ class AttentionBlock(SetOnce):
         weight_dtype: WeightDtype | None = None,
         arithmetic: BlockArithmetic | None = None,
     ) -> AttentionBlock:
-        """Build a block from ``[out, in]`` matrices, as `torch.nn.Linear` holds them.
+        """Build a block from ``[out, in]`` matrices, as ``torch.nn.Linear`` holds them.
 
         Parameters
         ----------

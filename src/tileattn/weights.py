@@ -248,7 +248,7 @@ def load_block(
 
     The kinds of names are tileattn's own (the constructor's arguments, `norm_weight` and
     `norm_bias`), those of Hugging Face BERT and its relatives, those of
-    `torch.nn.TransformerEncoderLayer` and `torch.nn.MultiheadAttention`, and those of the Hugging
+    ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.MultiheadAttention``, and those of the Hugging
     Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table ``NAMINGS``
     in this module lists them. float16 and bfloat16 tensors are converted to float32.
 
@@ -532,8 +532,7 @@ def _open_safetensors(path: Path) -> Iterator[_File]:
         safetensors = importlib.import_module("safetensors")
     except ImportError:
         raise ImportError(
-            "reading .safetensors files needs the package safetensors: "
-            "pip install 'tileattn[models]'"
+            "reading .safetensors files needs the package safetensors: pip install safetensors"
         ) from None
     try:
         archive = safetensors.safe_open(path, framework="numpy")

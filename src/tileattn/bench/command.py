@@ -29,8 +29,8 @@ measured, which takes a minute or two on two cores: three blocks, attention of
 two prompts and of a decoding step, a small model's step and two projections."""
 _EPILOG = "groups:\n" + "\n".join(f"  {g.name:12} {g.about}" for g in GROUPS.values())
 _MODULES = ("torch", "onnxruntime", "ml_dtypes")  # whose versions a run tells, beside NumPy's
-#: A cell that is left out needs one of these.
-_OPTIONAL = {"ml_dtypes": needs.INSTALL}
+#: Without one of these some cells are left out.
+_OPTIONAL = ("ml_dtypes",)
 
 Plan = list[tuple[Group, list[Cell]]]
 
@@ -260,7 +260,7 @@ def _measure_times(plan: Plan, done: Run, options: argparse.Namespace, progress:
             except ModuleNotFoundError as error:
                 if error.name not in _OPTIONAL:
                     raise
-                results.skipped[cell.name] = f"needs {error.name}: {_OPTIONAL[error.name]}"
+                results.skipped[cell.name] = f"needs {error.name}: pip install {error.name}"
                 progress.step(done.rounds)
             else:
                 results.results.append(

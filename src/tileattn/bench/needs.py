@@ -6,11 +6,9 @@ from importlib.util import find_spec
 
 from tileattn._command import CommandError
 
-INSTALL = "pip install 'tileattn[bench]'"
-
 #: The packages that peers are, and how each comes with what it needs.
 PACKAGES = {
-    "numpy": INSTALL,
+    "numpy": "pip install threadpoolctl",
     "torch": "pip install torch",
     "onnxruntime": "pip install onnxruntime onnx",
 }
@@ -48,7 +46,7 @@ def missing(peer: str) -> list[str]:
 
 def check_matplotlib() -> None:
     if find_spec("matplotlib") is None:
-        raise CommandError(f"--plot needs matplotlib: {INSTALL}")
+        raise CommandError("--plot needs matplotlib: pip install matplotlib")
 
 
 def not_installed() -> dict[str, str]:
