@@ -248,9 +248,9 @@ def load_block(
 
     The kinds of names are tileattn's own (the constructor's arguments, `norm_weight` and
     `norm_bias`), those of Hugging Face BERT and its relatives, those of
-    ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.MultiheadAttention``, and those of the Hugging
-    Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table ``NAMINGS``
-    in this module lists them. float16 and bfloat16 tensors are converted to float32.
+    ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.MultiheadAttention``, and those of the
+    Hugging Face decoders Llama, Mistral, Qwen 2 and 3, Gemma (the first) and GPT-2; the table
+    ``NAMINGS`` in this module lists them. float16 and bfloat16 tensors are converted to float32.
 
     A decoder's block is pre-norm, with the rope, window and norms of heads that its config.json
     says, which must lie beside the file.
