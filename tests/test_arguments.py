@@ -23,7 +23,8 @@ from tileattn import (
     reference,
     varlen_attention,
 )
-from tileattn._arguments import check_attention, check_num_threads, overlaps, overlaps_itself
+from tileattn._arguments import check_attention
+from tileattn._values import check_num_threads, overlaps, overlaps_itself
 
 B, T, S, N, K, H, HV = 2, 3, 5, 4, 2, 8, 6
 D, DC = 16, 12

@@ -9,7 +9,7 @@ import pytest
 
 import tileattn
 from tileattn import reference
-from tileattn._arguments import as_array
+from tileattn._values import as_array
 from tileattn.cost import attention_block_cost
 
 pytestmark = pytest.mark.any_isa

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 import tileattn
 from tileattn import AttentionBlock, LayerNorm, _core, reference
-from tileattn._arguments import shortened
 from tileattn._command import CommandError, blaming, check_output, duration, whole_number
+from tileattn._values import shortened
 from tileattn.bench import command as bench
 from tileattn.bench.in_numpy import numpy_attention
 from tileattn.bench.needs import check_matplotlib

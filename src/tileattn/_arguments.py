@@ -1,83 +1,54 @@
-"""Checks shared by the fast path and the reference: every fault is found here, before any work.
+"""Checks of whole calls, shared by the fast path and the reference: before any work.
 
-A message names the argument, what came and what was expected.
+A single argument is checked in `_values`, the options of attention in `_scores`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
-import sys
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from tileattn._core import Scores, Visibility
+from tileattn._scores import (
+    POSITION_LIMIT,
+    Window,
+    check_bias,
+    check_lengths,
+    check_mask,
+    check_query_offset,
+    check_rope_offset,
+    check_rows,
+    check_scores,
+    check_starts,
+    check_visibility,
+    check_window,
+    what_needs_positions,
+)
+from tileattn._values import (
+    FLOAT_TYPES,
+    Array,
+    ArrayLike,
+    Integers,
+    SetOnce,
+    arithmetic_type,
+    as_integers,
+    bounds,
+    check_apart,
+    check_array,
+    check_choice,
+    check_flag,
+    check_floats,
+    check_out,
+    check_real,
+    check_stored_type,
+    check_vector,
+    first_outside,
+    overlaps,
+)
 
-
-class SupportsDLPack(Protocol):
-    """An array of another library, which need not have more in common with NumPy's."""
-
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-
-    def __dlpack__(self) -> Any: ...
-
-
-ArrayLike: TypeAlias = npt.ArrayLike | SupportsDLPack
-Array: TypeAlias = npt.NDArray[Any]
-Integers: TypeAlias = npt.NDArray[np.int64]
-Bool: TypeAlias = npt.NDArray[np.bool_]
-Window: TypeAlias = int | tuple[int | None, int | None] | None
 NormPosition: TypeAlias = Literal["pre", "post"] | None
-
-# More is a mistake, and a failing thread creation would end the process.
-MAX_THREADS = 1024
-
-FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
-
-# Only stored; the arithmetic is float32's. By name, since bfloat16 is another package's.
-HALF_TYPES = ("float16", "bfloat16")
-
-# Far beyond any sequence, and far from where position + offset would overflow.
-OFFSET_LIMIT = 1 << 60
-
-# The integers up to it are float64 too.
-POSITION_LIMIT = 1 << 53
-
-# DLPack's numbers of what the CPU reads as its own memory: that, and what CUDA or ROCm pinned.
-HOST_DEVICES = (1, 3, 11)
-DEVICES = {2: "CUDA", 8: "Metal", 10: "ROCm", 14: "oneAPI"}
-
-# What comes with every step, and has no device: looking for one would take longer than reading it.
-PLAIN = (float, int, list, np.ndarray)
-
-# A copy that takes long is not made in silence.
-TO_CPU = "copy it to the CPU first: .cpu() in PyTorch, .get() in CuPy, jax.device_get(x) in JAX"
-
-
-#: Characters of a message that repeats what a file or a command line holds.
-LONGEST_MESSAGE = 1000
-
-
-def shortened(message: str) -> str:
-    """A message as one line that is not too long to be read."""
-    line = " ".join(message.split())
-    return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " ..."
-
-
-class SetOnce:
-    """Base of objects whose attributes do not change: what was checked stays so."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(self, name):
-            raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} does not change: make another")
 
 
 class AttentionArguments(NamedTuple):
@@ -376,7 +347,9 @@ class HeadMatrix(NamedTuple):
 
 
 Weight: TypeAlias = Array | HeadMatrix
+
 Arithmetic: TypeAlias = Literal["float32"]
+
 BlockArithmetic: TypeAlias = Literal["float32", "int8"]
 
 
@@ -528,7 +501,7 @@ def check_varlen(
         B,
         T,
         S,
-        needed_by=_what_needs_positions(causal, window, alibi_slopes),
+        needed_by=what_needs_positions(causal, window, alibi_slopes),
         where=f" in sequence {ragged[0]}" if len(ragged) else "",
     )
     scores = check_scores(
@@ -661,8 +634,8 @@ def check_queries_and_keys(q: ArrayLike, k: ArrayLike) -> tuple[Array, Array, bo
     They may be the arrays themselves, not views, which take a fiftieth of a small call each:
     attention compares their shapes with the sizes that were checked.
     """
-    q = _check_floats("q", q, None, True, "")
-    k = _check_floats("k", k, q.dtype, True, "q")
+    q = check_floats("q", q, None, True, "")
+    k = check_floats("k", k, q.dtype, True, "q")
     if q.ndim not in (3, 4):
         raise ValueError(f"q must have the axes [B, T, N, H] or [T, N, H], not shape {q.shape}")
     has_batch = q.ndim == 4
@@ -687,7 +660,7 @@ def check_queries_and_keys(q: ArrayLike, k: ArrayLike) -> tuple[Array, Array, bo
 
 def check_values(v: ArrayLike, q: Array, k: Array, has_batch: bool) -> Array:
     """Returns v with the B axis in place; q and k have it already. It may be no view, too."""
-    v = _check_floats("v", v, q.dtype, True, "q")
+    v = check_floats("v", v, q.dtype, True, "q")
     if v.ndim != (4 if has_batch else 3):
         axes = "[B, S, K, Hv]" if has_batch else "[S, K, Hv]"
         shape = q.shape if has_batch else q.shape[1:]
@@ -806,18 +779,6 @@ def check_block_weights(
         check_flag("is_causal", is_causal),
         check_window(local_window_size),
     )
-
-
-def check_choice(name: str, value: str | None, *choices: str) -> str | None:
-    """One of a few names, or None."""
-    if value is None:
-        return None
-    message = f"{name} must be {', '.join(map(repr, choices))} or None, not {value!r}"
-    if not isinstance(value, str):
-        raise TypeError(message)
-    if value not in choices:
-        raise ValueError(message)
-    return value
 
 
 def check_arithmetic(arithmetic: str | None) -> Arithmetic | None:
@@ -974,7 +935,7 @@ def check_cached_keys(
         kept = cast(CacheParameters, context)
         kept._check_fit("context", B, heads, dtype)
         span = kept._span()
-        needed_by = _what_needs_positions(causal, window, None, has_rope)
+        needed_by = what_needs_positions(causal, window, None, has_rope)
         if kept.window is not None:
             needed_by = "the window of context"
         S = bounds(span.lengths)[1]
@@ -1050,7 +1011,7 @@ def check_rope_inputs(
     if out is not None:
         out = check_out(out, x.shape, x.dtype)
         if (out.ctypes.data, out.strides) != (x.ctypes.data, x.strides):
-            _check_apart(out, x=x)
+            check_apart(out, x=x)
     return RopeInputs(x, np.atleast_2d(positions).astype(np.int64), rotary_dim, out)
 
 
@@ -1067,586 +1028,3 @@ def fit_rotary_dim(rotary_dim: int | None, H: int, prefix: str = "") -> int:
             f"{prefix}rotary_dim = {rotary_dim} is more than the H = {H} columns of a head"
         )
     return rotary_dim
-
-
-def as_array(name: str, value: ArrayLike) -> Array:
-    """What has an array (`__array__`, `__array_interface__`, DLPack) as one, in place."""
-    if type(value) is np.ndarray:
-        return value
-    is_plain = isinstance(value, PLAIN)
-    if not is_plain:
-        _check_device(name, value)
-    try:
-        array = np.asanyarray(value) if is_plain else _read(value)
-    except MemoryError:
-        raise
-    except Exception as error:  # such as rows of several lengths, or a gradient that would be lost
-        refusal = ValueError if isinstance(error, ValueError) else TypeError
-        raise refusal(f"{name}{_type_of(value)} gives no array: {error}") from error
-    if _is_masked(array) or _is_masked(value):
-        raise TypeError(
-            f"{name} is a masked array, and its mask would be lost: fill it with .filled(value)"
-        )
-    return np.asarray(array)
-
-
-def _is_masked(value: Any) -> bool:
-    """Whether NumPy would drop a mask: that of an array, or of one in a list."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_is_masked, value))
-    return isinstance(value, np.ma.MaskedArray)
-
-
-def _check_device(name: str, value: Any) -> None:
-    """Raise if the memory is not the CPU's; what does not say so is a matter of its `__array__`."""
-    try:
-        # A class has these for its objects, not for itself.
-        if hasattr(type(value), "__dlpack_device__"):
-            kind, number = map(int, value.__dlpack_device__())
-            if kind in HOST_DEVICES:
-                return
-            device = f"{DEVICES.get(kind, f'DLPack type {kind}')} device {number}"
-        elif hasattr(value, "__cuda_array_interface__"):
-            device = "a CUDA device"
-        else:
-            return
-    except Exception as error:
-        raise TypeError(
-            f"{name}{_type_of(value)} is on an unknown device: {error}; {TO_CPU}"
-        ) from error
-    raise TypeError(f"{name}{_type_of(value)} is on {device}; {TO_CPU}")
-
-
-def _read(value: Any) -> Array:
-    if not hasattr(value, "__dlpack__"):
-        return np.asanyarray(value)
-    torch: Any = sys.modules.get("torch")
-    is_tensor = torch is not None and isinstance(value, torch.Tensor)
-    # torch itself refuses to drop a gradient, but not what forward mode carries along.
-    if is_tensor and torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
-        raise TypeError("it has a tangent, which would be lost")
-    # As integers, since torch and NumPy's DLPack have no such type in common; but with a gradient,
-    # which would be lost in silence, it is torch that refuses below.
-    if is_tensor and value.dtype == torch.bfloat16 and not value.requires_grad:
-        return np.asarray(value.view(torch.int16)).view(bfloat16_type("bfloat16"))
-    return np.asanyarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
-
-
-def bfloat16_type(name: str) -> np.dtype[Any]:
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise TypeError(f"{name} needs the package ml_dtypes: pip install ml_dtypes") from None
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
-
-
-def check_array(
-    name: str,
-    value: ArrayLike,
-    dtype: np.dtype[Any] | None = None,
-    *,
-    halves: bool = False,
-    like: str = "",
-) -> Array:
-    """A view of a floating array that pointers and whole-element strides can reach.
-
-    It stays what it is if another argument's own code changes the array's shape meanwhile. The
-    array is float32 or float64, or float16 or bfloat16 where `halves` says so; or else `dtype`,
-    which may be that of the argument `like`.
-    """
-    return _check_floats(name, value, dtype, halves, like)[...]
-
-
-def _check_floats(
-    name: str, value: ArrayLike, dtype: np.dtype[Any] | None, halves: bool, like: str
-) -> Array:
-    array = as_array(name, value)
-    native = given = array.dtype
-    if native not in FLOAT_TYPES:
-        if native.kind in "fV":  # bfloat16 is a V; others may have no byte order
-            native = native.newbyteorder("=")
-        if native not in FLOAT_TYPES and not (halves and is_half(native)):
-            types = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
-            raise TypeError(
-                f"{name}{_type_of(value)} must be {types}, not {given}; convert it with "
-                ".astype(np.float32)"
-            )
-    if dtype is not None and native != dtype:
-        if like:
-            raise TypeError(
-                f"{name}{_type_of(value)} has dtype {given}, but {like} has {dtype}; make both "
-                "arrays of one dtype (with .astype)"
-            )
-        raise TypeError(f"{name} has dtype {given}, expected {dtype}; convert it with .astype")
-    if native == given and _has_whole_strides(array):
-        return array
-    # What a stride of 0 repeats is copied once.
-    once = array[(*(slice(None if step else 1) for step in array.strides), ...)]
-    return np.broadcast_to(once.astype(native), array.shape)
-
-
-def _type_of(value: Any) -> str:
-    return "" if isinstance(value, np.ndarray) else f" (of type {type(value).__name__})"
-
-
-def check_stored_type(name: str, stored: np.dtype[Any], dtype: np.dtype[Any]) -> None:
-    """Raise unless a cache of that type is for arithmetic in `dtype`."""
-    if arithmetic_type(stored) != dtype:
-        halves = ", float16, bfloat16 or int8" if dtype == np.float32 else ""
-        raise TypeError(f"{name} is {stored}, expected {dtype}{halves}")
-
-
-def is_half(dtype: np.dtype[Any]) -> bool:
-    # Their names alone would admit what calls itself so, of any size.
-    return dtype.name in HALF_TYPES and dtype.type.__name__ == dtype.name and dtype.itemsize == 2
-
-
-def arithmetic_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What inputs of that type are computed in; the LSE is of it."""
-    return dtype if dtype in FLOAT_TYPES else FLOAT_TYPES[0]
-
-
-def _has_whole_strides(array: Array) -> bool:
-    flags = array.flags
-    return flags.carray or (
-        flags.aligned and all(stride % array.itemsize == 0 for stride in array.strides)
-    )
-
-
-def check_flag(name: str, value: bool) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    raise TypeError(f"{name} must be True or False, not {value!r}")
-
-
-def check_int(name: str, value: Any) -> int:
-    cause = None
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except Exception as error:  # a tensor without data has errors of its own
-        cause = error
-    raise TypeError(f"{name} must be an int, not {value!r}") from cause
-
-
-def check_real(name: str, value: Any) -> float:
-    array = as_array(name, value)
-    if array.ndim != 0 or array.dtype.kind not in "fiub":
-        raise TypeError(f"{name} must be a real number, not {value!r}")
-    number = float(array)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, not {value!r}")
-    return number
-
-
-def check_at_least(name: str, value: Any, least: float) -> float:
-    number = check_real(name, value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least:g}, got {value!r}")
-    return number
-
-
-@functools.cache
-def largest_score(dtype: np.dtype[Any]) -> float:
-    """What is still finite in units of log2, in which the arithmetic for that dtype counts."""
-    # A little less than ln 2, to be told from the largest bias.
-    return 0.693 * float(np.finfo(arithmetic_type(dtype)).max)
-
-
-def check_scale(scale: float | None, H: int, dtype: np.dtype[Any]) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(H) if H else 1.0
-    number, largest = check_real("scale", scale), largest_score(dtype)
-    if abs(number) > largest:
-        raise ValueError(
-            f"scale must lie between {-largest:.3g} and {largest:.3g} in "
-            f"{arithmetic_type(dtype)}, got {scale!r}"
-        )
-    return number
-
-
-def check_scores(
-    B: int | None,
-    N: int,
-    H: int,
-    dtype: np.dtype[Any],
-    *,
-    scale: float | None,
-    softcap: float | None,
-    bias: Array | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-) -> Scores:
-    """Check what q k^T goes through for inputs of that dtype. The bias is checked already."""
-    return Scores(
-        check_scale(scale, H, dtype),
-        check_softcap(softcap, dtype),
-        bias,
-        check_alibi_slopes(alibi_slopes, B, N, dtype),
-        check_sinks(sinks, N, dtype),
-    )
-
-
-def check_softcap(softcap: float | None, dtype: np.dtype[Any]) -> float:
-    """The cap, 0 for none; what the arithmetic would round to 0 or infinity is refused."""
-    if softcap is None:
-        return 0.0
-    cap = check_real("softcap", softcap)
-    smallest, largest = float(np.finfo(arithmetic_type(dtype)).tiny), largest_score(dtype)
-    if not smallest <= cap <= largest:
-        raise ValueError(
-            f"softcap must lie between {smallest:.3g} and {largest:.3g}, got {softcap!r}; None "
-            f"caps nothing"
-        )
-    return cap
-
-
-def check_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> Bool | None:
-    """The mask as a view [B, N, T, S]; `shape` is that, or without B where the inputs are."""
-    if mask is None:
-        return None
-    array = as_array("mask", mask)
-    if array.dtype != bool:
-        raise TypeError(
-            f"mask must be boolean, True where a query may attend, not {array.dtype}; numbers to "
-            f"add to the scores are a bias, and zeros and ones become a mask with .astype(bool)"
-        )
-    return _broadcast("mask", array, shape)
-
-
-def check_bias(bias: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
-    """The bias as a view [B, N, T, S]; `shape` is that, or without B where the inputs are."""
-    if bias is None:
-        return None
-    array = as_array("bias", bias)
-    if array.dtype == bool:
-        raise TypeError(
-            "bias must be floating, not bool; give what is True where a query may attend as mask"
-        )
-    return _broadcast("bias", check_array("bias", array, halves=True), shape)
-
-
-def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
-    try:
-        view = np.broadcast_to(array, shape)
-    except ValueError:
-        axes = "[B, N, T, S]" if len(shape) == 4 else "[N, T, S]"
-        raise ValueError(
-            f"{name} has shape {array.shape}, expected one that broadcasts to {axes} = {shape}"
-        ) from None
-    return view if len(shape) == 4 else view[None]
-
-
-def check_alibi_slopes(
-    alibi_slopes: ArrayLike | None, B: int | None, N: int, dtype: np.dtype[Any]
-) -> Array | None:
-    """Slopes as a copy [B, N], from [N] or [B, N]; B is None where the inputs have no such axis."""
-    if alibi_slopes is None:
-        return None
-    slopes = check_array("alibi_slopes", alibi_slopes, halves=True)
-    if slopes.shape not in ((N,), (B, N)):
-        either = f"[N] = ({N},)" + ("" if B is None else f" or [B, N] = ({B}, {N})")
-        raise ValueError(f"alibi_slopes must be of shape {either}, not {slopes.shape}")
-    copy = np.empty((1 if B is None else B, N), arithmetic_type(dtype))
-    with np.errstate(all="ignore"):  # a signalling NaN is an invalid operand
-        copy[...] = slopes
-    largest = largest_score(dtype)
-    if not (np.abs(copy) <= largest).all():
-        raise ValueError(
-            f"alibi_slopes must be finite, between {-largest:.3g} and {largest:.3g} in "
-            f"{copy.dtype}, got {slopes}"
-        )
-    return copy
-
-
-def check_sinks(sinks: ArrayLike | None, N: int, dtype: np.dtype[Any]) -> Array | None:
-    """Sinks as a read-only copy [N]."""
-    if sinks is None:
-        return None
-    array = check_array("sinks", sinks, halves=True)
-    if array.shape != (N,):
-        raise ValueError(f"sinks must be of shape [N] = ({N},), not {array.shape}")
-    with np.errstate(all="ignore"):  # a signalling NaN is an invalid operand
-        copy = np.array(array, arithmetic_type(dtype), order="C")
-    largest = largest_score(dtype)
-    if not ((np.abs(copy) <= largest) | (array == -np.inf)).all():
-        raise ValueError(
-            f"sinks must be finite, between {-largest:.3g} and {largest:.3g} in {copy.dtype}, or "
-            f"-inf for none, got {array}"
-        )
-    return frozen(copy)
-
-
-def check_window(local_window_size: Window) -> tuple[int, int] | None:
-    """(left, right) with -1 where unbounded; None where both are."""
-    if local_window_size is None:
-        return None
-    sides = local_window_size
-    if not isinstance(sides, (tuple, list)):
-        sides = (sides, sides)
-    if len(sides) != 2:
-        raise ValueError(f"local_window_size must be an int or a pair (left, right), not {sides!r}")
-    left, right = map(_check_neighbours, sides)
-    return None if left < 0 and right < 0 else (left, right)
-
-
-def _check_neighbours(size: int | None) -> int:
-    if size is None:
-        return -1
-    number = check_int("local_window_size", size)
-    if number < 0:
-        raise ValueError(f"local_window_size must not be negative, got {size}; None is unbounded")
-    # So many reach every key from any position that an offset may give.
-    return -1 if number > 2 * OFFSET_LIMIT else number
-
-
-def check_visibility(
-    B: int,
-    T: int,
-    S: int,
-    *,
-    is_causal: bool,
-    query_offset: ArrayLike | None,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    local_window_size: Window = None,
-    alibi_slopes: ArrayLike | None = None,
-    has_rope: bool = False,
-    mask: Bool | None = None,
-) -> Visibility:
-    """Check who sees whom. The mask is checked already; slopes only count as given or not."""
-    causal, window = check_flag("is_causal", is_causal), check_window(local_window_size)
-    needed_by = _what_needs_positions(causal, window, alibi_slopes, has_rope)
-    offset = check_query_offset(query_offset, B, T, S, needed_by=needed_by)
-    if has_rope:
-        check_rope_offset("query_offset", offset, T)
-    return Visibility(
-        causal,
-        offset,
-        check_lengths("query_seq_lengths", query_seq_lengths, B, T),
-        check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
-        window,
-        mask,
-    )
-
-
-def _what_needs_positions(
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    alibi_slopes: ArrayLike | None,
-    has_rope: bool = False,
-) -> str | None:
-    """The argument, if any, whose meaning depends on where the queries stand."""
-    if is_causal:
-        return "is_causal"
-    if window is not None:
-        return "local_window_size"
-    if has_rope:
-        return "rope"
-    return None if alibi_slopes is None else "alibi_slopes"
-
-
-def as_integers(name: str, value: ArrayLike) -> Array:
-    """An array of integers that int64 can hold."""
-    array = as_array(name, value)
-    if array.size == 0 and isinstance(value, (list, tuple)):  # of floats, for NumPy
-        array = array.astype(np.int64)
-    kind = array.dtype.kind
-    if kind not in "iu":
-        raise TypeError(f"{name} must hold integers, not {array.dtype}")
-    if kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} is too large: {array.max()}")
-    return array
-
-
-def bounds(integers: Integers) -> tuple[int, int]:
-    """The smallest and the largest of some integers."""
-    # A reduction of NumPy's takes 2 us, a small block 10.
-    if integers.size <= 32:
-        values = sorted(integers.tolist())
-        return values[0], values[-1]
-    return int(integers.min()), int(integers.max())
-
-
-def first_outside(integers: Array, lowest: int, highest: int) -> str:
-    """The first of some integers that does not lie there, and where it stands."""
-    wrong = (integers < lowest) | (integers > highest)
-    index = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
-    return f"{integers[index]} at index {index[0] if len(index) == 1 else index}"
-
-
-def check_integers(name: str, value: ArrayLike, B: int, *, scalar: bool) -> Integers:
-    """Integers of shape [B] as a copy in int64, from an int too where `scalar` says so.
-
-    A copy, since loops trust what has been checked.
-    """
-    array = as_integers(name, value)
-    if array.ndim == 0 and scalar:
-        array = array.repeat(B)
-    elif array.shape != (B,):
-        either = "an int or " if scalar else ""
-        raise ValueError(f"{name} must be {either}of shape [B] = ({B},), not {array.shape}")
-    return array.astype(np.int64)
-
-
-def check_starts(name: str, value: ArrayLike, packed: str, total: int) -> Integers:
-    """Where each sequence starts, and the end of the last, as a copy [B + 1]."""
-    array = as_integers(name, value)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{name} must be of shape [B + 1], not {array.shape}")
-    starts = np.array(array, np.int64, order="C")
-    if starts[0] != 0 or starts[-1] != total:
-        raise ValueError(
-            f"{name} must start at 0 and end at {total}, the rows of {packed}, "
-            f"not {starts[0]} ... {starts[-1]}"
-        )
-    falls = np.flatnonzero(starts[1:] < starts[:-1])
-    if len(falls):
-        b = falls[0]
-        raise ValueError(f"{name} must not decrease, but {starts[b + 1]} follows {starts[b]}")
-    return starts
-
-
-def check_rows(rows: ArrayLike | None, T: int) -> Integers | None:
-    """Positions of queries as a copy [R]."""
-    if rows is None:
-        return None
-    array = as_integers("rows", rows)
-    if array.ndim != 1:
-        raise ValueError(f"rows must be of shape [R], not {array.shape}")
-    if array.size and (array.min() < 0 or array.max() >= T):
-        wrong = first_outside(array, 0, T - 1)
-        raise ValueError(f"rows must lie between 0 and T - 1 = {T - 1}, got {wrong}")
-    return np.array(array, np.int64, order="C")
-
-
-def check_query_offset(
-    query_offset: ArrayLike | None,
-    B: int,
-    T: int,
-    S: int,
-    *,
-    needed_by: str | None,
-    where: str = "",
-) -> Integers | None:
-    """The position of query row 0 in each sequence; None for 0 in all."""
-    if query_offset is None:
-        if needed_by is not None and T != S:
-            raise ValueError(
-                f"{needed_by} with T = {T} queries and S = {S} keys{where} needs query_offset, the "
-                f"position of the first query: 0 aligns it with the first key, S - T = {S - T} the "
-                f"last query with the last key"
-            )
-        return None
-    offset = check_integers("query_offset", query_offset, B, scalar=True)
-    if B:
-        lowest, highest = bounds(offset)
-        if lowest < -OFFSET_LIMIT or highest > OFFSET_LIMIT:
-            raise ValueError(f"query_offset must lie within +-2**60, got {query_offset!r}")
-    return offset
-
-
-def check_rope_offset(name: str, offset: Integers | None, T: int) -> None:
-    if offset is None or not offset.size:
-        return
-    lowest, highest = bounds(offset)
-    if lowest < 0 or highest + T > POSITION_LIMIT:
-        raise ValueError(
-            f"{name} must lie between 0 and 2**53 - T with rope, got {offset.tolist()}"
-        )
-
-
-def check_lengths(name: str, value: ArrayLike | None, B: int, limit: int) -> Integers | None:
-    if value is None:
-        return None
-    lengths = check_integers(name, value, B, scalar=False)
-    if B:
-        lowest, highest = bounds(lengths)
-        if lowest < 0 or highest > limit:
-            wrong = first_outside(lengths, 0, limit)
-            raise ValueError(f"{name} must lie between 0 and {limit}, got {wrong}")
-    return lengths
-
-
-def check_vector(
-    name: str,
-    value: ArrayLike | None,
-    shape: tuple[int, ...] | None = None,
-    dtype: np.dtype[Any] | None = None,
-) -> Array | None:
-    """A read-only contiguous copy of a bias or the like, by default any [D]; None for None."""
-    if value is None:
-        return None
-    vector = check_array(name, value, dtype)
-    if vector.ndim != 1 if shape is None else vector.shape != shape:
-        raise ValueError(f"{name} has shape {vector.shape}, expected {shape or '[D]'}")
-    return frozen(vector)
-
-
-def frozen(array: Array) -> Array:
-    """A contiguous copy that nobody can write to, or resize: loops keep pointers to it."""
-    return np.ndarray(array.shape, array.dtype, array.tobytes())
-
-
-def check_out(
-    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], **inputs: Array | None
-) -> Array:
-    """The output as an array that is no subclass, whose attributes could say anything."""
-    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
-        raise TypeError(
-            f"out must be a plain NumPy array, not {type(out).__name__}; for a tensor of the CPU, "
-            "out=tensor.numpy()"
-        )
-    array = as_array("out", out)
-    if array.dtype != dtype and not (is_half(dtype) and array.dtype == np.float32):
-        either = f"{dtype} or float32" if is_half(dtype) else dtype
-        raise TypeError(f"out has dtype {array.dtype}, expected {either}")
-    if array.shape != shape:
-        raise ValueError(f"out has shape {array.shape}, expected {shape}")
-    if not array.flags.writeable:
-        raise ValueError("out is read-only")
-    if not _has_whole_strides(array):
-        raise ValueError("out must be aligned to its elements")
-    if overlaps_itself(array):
-        raise ValueError("out must have a place of its own in memory for each element")
-    _check_apart(array, **inputs)
-    return array[...]  # a view, as in check_array
-
-
-def _check_apart(out: Array, **inputs: Array | None) -> None:
-    for name, other in inputs.items():
-        if other is not None and overlaps(out, other):
-            raise ValueError(f"out overlaps {name} in memory; pass an array of its own")
-
-
-def overlaps(a: Array, b: Array) -> bool:
-    if not np.may_share_memory(a, b):
-        return False
-    try:
-        # NumPy's stub allows no other bound than its two names for "none" and "ranges only".
-        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def overlaps_itself(a: Array) -> bool:
-    """Whether elements share memory, or might: each axis must step over all of the finer ones."""
-    if a.flags.c_contiguous:
-        return False
-    extent = a.itemsize
-    for step, size in sorted(zip(map(abs, a.strides), a.shape, strict=True)):
-        if size > 1:
-            if step < extent:
-                return True
-            extent += step * (size - 1)
-    return False
-
-
-def check_num_threads(num_threads: Any) -> int:
-    number = check_int("num_threads", num_threads)
-    if not 1 <= number <= MAX_THREADS:
-        raise ValueError(f"num_threads must lie between 1 and {MAX_THREADS}, got {number}")
-    return number

@@ -9,17 +9,14 @@ import numpy as np
 from tileattn import _core
 from tileattn._arguments import (
     Arithmetic,
-    Array,
-    ArrayLike,
     AttentionArguments,
-    Window,
-    arithmetic_type,
     check_attention,
     check_attention_weights,
-    check_flag,
     check_states,
     check_varlen,
 )
+from tileattn._scores import Window
+from tileattn._values import Array, ArrayLike, arithmetic_type, check_flag
 from tileattn.config import resolve_threads
 
 

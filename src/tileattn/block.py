@@ -11,24 +11,24 @@ import numpy.typing as npt
 
 from tileattn import _core
 from tileattn._arguments import (
-    Array,
-    ArrayLike,
     BlockArithmetic,
     BlockWeights,
     HeadMatrix,
-    Integers,
     NormParameters,
     NormPosition,
-    SetOnce,
-    Window,
-    bounds,
-    check_array,
     check_block_inputs,
     check_block_weights,
-    check_int,
-    check_lengths,
     check_norm_inputs,
-    check_scale,
+)
+from tileattn._scores import Window, check_lengths, check_scale
+from tileattn._values import (
+    Array,
+    ArrayLike,
+    Integers,
+    SetOnce,
+    bounds,
+    check_array,
+    check_int,
     check_stored_type,
     check_vector,
 )

@@ -8,29 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from tileattn import _core
-from tileattn._arguments import (
+from tileattn._arguments import Arithmetic, AttentionArguments, CacheParameters, check_arithmetic
+from tileattn._scores import POSITION_LIMIT, Window, check_lengths, check_scores, check_window
+from tileattn._values import (
     FLOAT_TYPES,
     HALF_TYPES,
-    POSITION_LIMIT,
-    Arithmetic,
     Array,
     ArrayLike,
-    AttentionArguments,
-    CacheParameters,
     Integers,
-    Window,
     arithmetic_type,
     bfloat16_type,
     bounds,
-    check_arithmetic,
     check_array,
     check_flag,
     check_int,
     check_integers,
-    check_lengths,
     check_out,
-    check_scores,
-    check_window,
     first_outside,
     is_half,
 )

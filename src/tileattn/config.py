@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import numpy as np
 
 from tileattn import _core
-from tileattn._arguments import check_num_threads
+from tileattn._values import check_num_threads
 
 _process_threads: int | None = None
 _context_threads: ContextVar[int | None] = ContextVar("tileattn_threads", default=None)

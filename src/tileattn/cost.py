@@ -10,15 +10,9 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from tileattn._arguments import (
-    ArrayLike,
-    Window,
-    as_array,
-    check_int,
-    check_lengths,
-    check_visibility,
-)
 from tileattn._core import Visibility
+from tileattn._scores import Window, check_lengths, check_visibility
+from tileattn._values import ArrayLike, as_array, check_int
 
 __all__ = [
     "LAYER_NORM_FLOPS_PER_ELEMENT",

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tileattn import _core
-from tileattn._arguments import Arithmetic, Array, ArrayLike, Window, check_attention, check_flag
+from tileattn._arguments import Arithmetic, check_attention
+from tileattn._scores import Window
+from tileattn._values import Array, ArrayLike, check_flag
 from tileattn.config import resolve_threads
 
 

@@ -6,17 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from tileattn._arguments import (
-    Array,
-    ArrayLike,
-    BlockWeights,
-    HeadMatrix,
-    QuantizedParameters,
-    Weight,
-    as_array,
-    check_array,
-    check_int,
-)
+from tileattn._arguments import BlockWeights, HeadMatrix, QuantizedParameters, Weight
+from tileattn._values import Array, ArrayLike, as_array, check_array, check_int
 
 WeightDtype: TypeAlias = Literal["bfloat16", "int8", "int4"]
 

@@ -24,35 +24,33 @@ import numpy.typing as npt
 from tileattn import attention
 from tileattn._arguments import (
     Arithmetic,
-    Array,
-    ArrayLike,
     BlockArithmetic,
-    Bool,
     CacheSpan,
     HeadMatrix,
-    Integers,
     NormParameters,
     NormPosition,
     Weight,
-    Window,
-    arithmetic_type,
-    as_array,
     check_attention,
     check_attention_weights,
-    check_bias,
     check_block_inputs,
     check_block_weights,
-    check_flag,
-    check_integers,
-    check_mask,
     check_norm_inputs,
     check_rope_inputs,
     check_states,
     check_varlen,
-    check_window,
-    largest_score,
 )
 from tileattn._core import Scores, Visibility
+from tileattn._scores import Window, check_bias, check_mask, check_window, largest_score
+from tileattn._values import (
+    Array,
+    ArrayLike,
+    Bool,
+    Integers,
+    arithmetic_type,
+    as_array,
+    check_flag,
+    check_integers,
+)
 from tileattn.block import DEFAULT_NORM, LayerNorm, RMSNorm
 from tileattn.cache import KVCache
 from tileattn.config import resolve_threads

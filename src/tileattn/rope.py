@@ -12,18 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tileattn import _core
-from tileattn._arguments import (
-    POSITION_LIMIT,
+from tileattn._arguments import RopeParameters, check_rope_inputs, fit_rotary_dim
+from tileattn._scores import POSITION_LIMIT
+from tileattn._values import (
     Array,
     ArrayLike,
     Integers,
-    RopeParameters,
     check_at_least,
     check_flag,
     check_int,
     check_real,
-    check_rope_inputs,
-    fit_rotary_dim,
 )
 from tileattn.config import resolve_threads
 

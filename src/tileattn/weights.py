@@ -30,7 +30,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn._arguments import check_flag, check_int, shortened
+from tileattn._values import check_flag, check_int, shortened
 from tileattn.block import AttentionBlock, LayerNorm, RMSNorm, _from_linear_arguments
 from tileattn.rope import Rope
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 import tileattn
-from tileattn._arguments import shortened
 from tileattn._command import CommandError
+from tileattn._values import shortened
 from tileattn.bench.arrays import normal
 from tileattn.bench.cells import Attention
 from tileattn.bench.records import OURS
