@@ -595,14 +595,29 @@ class AttentionBlock(SetOnce):
             num_threads,
         )[0]
 
-    def profile(self, x: ArrayLike, **options: Any) -> tuple[Array, list[tuple[str, float]]]:
+    def profile(
+        self,
+        x: ArrayLike,
+        *,
+        context: ArrayLike | KVCache | None = None,
+        cache: KVCache | None = None,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        query_offset: ArrayLike | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        out: Array | None = None,
+        num_threads: int | None = None,
+    ) -> tuple[Array, list[tuple[str, float]]]:
         """Run the block and say how long its parts took.
 
         Parameters
         ----------
         x : array [B, T, D] or [T, D]
-        **options
-            The keyword arguments of a call.
+        context, cache, bias, mask, query_offset, query_seq_lengths, key_value_seq_lengths
+            As those of a call.
+        out, num_threads
+            The same.
 
         Returns
         -------
@@ -620,21 +635,18 @@ class AttentionBlock(SetOnce):
         >>> [name for name, seconds in parts]
         ['project q, k, v', 'attention', 'project output + LayerNorm']
         """
-        names = (
-            "context",
-            "cache",
-            "bias",
-            "mask",
-            "query_offset",
-            "query_seq_lengths",
-            "key_value_seq_lengths",
-            "out",
-            "num_threads",
+        output, seconds = self._run(
+            x,
+            context,
+            cache,
+            bias,
+            mask,
+            query_offset,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            out,
+            num_threads,
         )
-        for name in options:
-            if name not in names:
-                raise TypeError(f"profile got an unexpected keyword argument {name!r}")
-        output, seconds = self._run(x, *(options.get(name) for name in names))
         first, last = "project q, k, v", "project output"
         if self.norm is not None and self.norm_position == "pre":
             first = f"{type(self.norm).__name__} + {first}"
