@@ -618,7 +618,7 @@ TA_EACH_STORAGE(TA_INSTANCE, finish_row)
 
 static int TA_NAME(all_finite)(const void *src, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t row_stride)
 {
-    enum { CHAINS = 4 }; /* one waits for each multiply-add: three times as long */
+    enum { CHAINS = 4 }; /* one would wait for each multiply-add */
     vec zeros[CHAINS];   /* x * 0 is NaN where x is not finite */
     TA_UNROLL
     for (int c = 0; c < CHAINS; c++)
