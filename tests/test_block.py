@@ -826,3 +826,47 @@ def test_random_blocks(case, num_threads):
     called = {key: np.array(n) if isinstance(n, list) else n for key, n in called.items()}
     parts = {name: parts for name, (_, parts) in norms.items()}
     check_block(got, x, *weights, **parts, **made, **called)
+
+
+class ShiftedNorm(tileattn.RMSNorm):
+    """Gemma's: computes its weight anew each time."""
+
+    @property
+    def weight(self):
+        return 1 + self._weight
+
+    @weight.setter
+    def weight(self, weight):
+        self._weight = weight
+
+
+class StridedNorm(tileattn.LayerNorm):
+    """Has other arrays than those that its constructor would have made."""
+
+    def __init__(self, weight):
+        self.weight = np.repeat(weight, 2)[::2]
+        self.bias = np.repeat(-weight, 3)[::3]
+        self.eps = 1e-5
+
+
+@pytest.mark.parametrize("made", [ShiftedNorm, StridedNorm])
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_norms_of_derived_classes(made, position):
+    size = Sizes()
+    weights, x = size.weights(), random(3, 2, 9, 24)
+    norm = made(random(1, 24))
+    heads = made(random(2, weights[0].shape[2]))
+    block = AttentionBlock(*weights, norm=norm, norm_position=position, q_norm=heads, k_norm=heads)
+    assert block.norm is norm
+    junk = [np.full(n, np.nan, np.float32) for n in (24, weights[0].shape[2]) for _ in range(50)]
+    expected = tileattn.reference.attention_block(
+        x, *weights, norm=norm, norm_position=position, q_norm=heads, k_norm=heads
+    )
+    np.testing.assert_allclose(block(x), expected, atol=2e-5)
+    reference = tileattn.reference
+    if norm.subtract_mean:
+        alone = reference.layer_norm(x, norm.weight, norm.bias)
+    else:
+        alone = reference.rms_norm(x, norm.weight)
+    np.testing.assert_allclose(norm(x), alone, atol=1e-5)
+    del junk

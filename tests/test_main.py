@@ -14,6 +14,7 @@ import tileattn
 from tileattn import __main__ as command
 from tileattn import _core, cost, reference
 from tileattn._command import duration
+from tileattn._values import shortened
 
 SMALL = ["-B", "2", "-T", "12", "-D", "16", "-N", "4", "-K", "2", "-H", "8", "--repeats", "1"]
 PEAK = 80.0
@@ -895,12 +896,29 @@ def test_a_reader_that_has_gone():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_written():
+@pytest.mark.parametrize("arguments", [["cost"], ["run", "--help"]])
+def test_output_that_cannot_be_written(arguments):
     with open("/dev/full", "w") as full:
-        done = run_module("cost", stdout=full)
+        buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        done = run_module(*arguments, stdout=full, env=buffered)
     assert done.returncode == 2
     assert done.stderr.startswith("tileattn: error: cannot write the output: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_sizes_of_more_digits_than_python_prints(capsys):
+    assert "digits" in refusal_of(capsys, "cost", "-T", "9" * 3000)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_an_input_without_an_end_is_not_read(capsys, tmp_path, weights):
+    os.mkfifo(tmp_path / "x.npy")
+    line = refusal_of(capsys, "run", "--weights", weights, "--input", tmp_path / "x.npy")
+    assert line.endswith("x.npy cannot be read: it is no regular file")
+
+
+def test_no_terminal_obeys_what_a_file_holds():
+    assert shortened("\x1b[31m red\n\x07 é\udc80") == r"\x1b[31m red \x07 é\udc80"
 
 
 # ------------------------------------------------------------------ names and numbers of any kind

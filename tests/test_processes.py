@@ -1,6 +1,7 @@
 """Processes, threads, interrupts and what surrounds a call: it comes back, with the same bits."""
 
 import concurrent.futures
+import contextlib
 import importlib.util
 import os
 import signal
@@ -299,19 +300,20 @@ def test_ctrl_c_comes_when_the_call_is_done():
     assert printed == "interrupted True\n"
 
 
-def interrupted(function):
+def interrupted(function, error):
     """A function that is interrupted when it has done its work, as Python does it with C code."""
 
     def run(*arguments, **options):
         function(*arguments, **options)
-        raise KeyboardInterrupt
+        raise error
 
     return run
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_an_interrupted_append_has_not_happened(window, dtype, monkeypatch):
+def test_an_interrupted_append_has_not_happened(window, dtype, error, monkeypatch):
     """A ring has lost what it has overwritten, and knows it."""
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 1, 800, 2, 16)).astype(np.float32)
@@ -330,8 +332,8 @@ def test_an_interrupted_append_has_not_happened(window, dtype, monkeypatch):
         cache = filled(last)
         rows = slice(last, last + step)
         with monkeypatch.context() as patch:
-            patch.setattr(_core, "append", interrupted(_core.append))
-            with pytest.raises(KeyboardInterrupt):
+            patch.setattr(_core, "append", interrupted(_core.append, error))
+            with pytest.raises(error):
                 cache.append(k[:, rows], v[:, rows])
         assert cache.lengths.tolist() == [last]
         if window and step == 227:
@@ -359,7 +361,7 @@ def test_an_interrupted_block_has_not_filled_its_cache():
 
     class Interrupted:
         def __init__(self, core):
-            self.run = interrupted(core.run)
+            self.run = interrupted(core.run, KeyboardInterrupt)
 
     cache, core = filled(), block._core
     object.__setattr__(block, "_core", Interrupted(core))
@@ -368,6 +370,33 @@ def test_an_interrupted_block_has_not_filled_its_cache():
     object.__setattr__(block, "_core", core)
     assert cache.lengths.tolist() == [300]
     assert np.array_equal(block(x[:, 300:500], cache=cache), block(x[:, 300:500], cache=filled()))
+
+
+@pytest.mark.parametrize("when", range(1, 6))
+def test_an_interrupted_reorder_of_a_ring_knows_what_is_lost(when):
+    """Between any two of its assignments; sequence 1 takes the slots of another."""
+    k = np.random.default_rng(0).standard_normal((2, 400, 1, 8)).astype(np.float32)
+
+    class Interrupting(tileattn.KVCache):
+        left = None
+
+        def __setattr__(self, name, value):
+            if self.left is not None and name in ("_lengths", "_longest"):
+                if self.left == 0:
+                    raise KeyboardInterrupt
+                Interrupting.left -= 1
+            super().__setattr__(name, value)
+
+    cache = Interrupting(2, 256, 1, 8, window=100)
+    for t in range(0, 400, 50):
+        cache.append(k[:, t : t + 50], k[:, t : t + 50], [50, 20 if t == 0 else 0])
+    Interrupting.left = when
+    with contextlib.suppress(KeyboardInterrupt):
+        cache.reorder([0, 0])
+    Interrupting.left = None
+    if cache.lengths.tolist() == [400, 400]:
+        with pytest.raises(ValueError, match="left"):
+            cache.attend(k, query_seq_lengths=[0, 200])
 
 
 @pytest.mark.parametrize("when", range(12))

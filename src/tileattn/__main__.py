@@ -82,12 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Names of files may be no text, or none that the terminal can show.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        status = 0
         try:
             arguments = _parser().parse_args(argv)
         except SystemExit:
-            return 0  # --help has been printed
-        arguments.given = list(sys.argv[1:] if argv is None else argv)
-        status: int = arguments.command(arguments)
+            pass  # --help has been printed
+        else:
+            arguments.given = list(sys.argv[1:] if argv is None else argv)
+            status = arguments.command(arguments)
         # Here, where a reader that has gone can still be answered for. Without a standard output
         # (closed by the shell) there is nobody to write to.
         if sys.stdout is not None:
@@ -211,7 +213,8 @@ def _cost(arguments: argparse.Namespace) -> int:
             query_offset=arguments.query_offset,
             itemsize=np.dtype(arguments.dtype or "float32").itemsize,
         )
-    print(cost)
+        text = str(cost)  # which Python has no digits for, if it is too large
+    print(text)
     return 0
 
 
@@ -382,6 +385,8 @@ def _from_file(arguments: argparse.Namespace) -> _Problem:
 def _load(path: str, block: AttentionBlock) -> Array:
     """x[B,T,D] or x[T,D] from a .npy file, in the block's dtype."""
     # Damaged headers raise whatever the parser met; objects are never unpickled.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CommandError(f"--input {path} cannot be read: it is no regular file")
     with blaming(f"--input {path} cannot be read", Exception), open(path, "rb") as file:
         x: Array = np.lib.format.read_array(file, allow_pickle=False)
     if x.ndim not in (2, 3) or x.shape[-1] != block.model_dim or not x.size:

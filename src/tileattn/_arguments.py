@@ -117,6 +117,12 @@ class NormParameters(SetOnce):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.weight, self.bias, self.eps)
 
+    def _frozen(self) -> NormParameters:
+        """What it says of itself now: a derived class may compute that, or have other arrays."""
+        frozen = NormParameters(self.weight, self.bias, self.eps)
+        object.__setattr__(frozen, "subtract_mean", bool(self.subtract_mean))
+        return frozen
+
     def _check_fit(self, D: int, dtype: np.dtype[Any], prefix: str = "") -> None:
         """Raise unless rows of that width and dtype can be normalised."""
         for name, vector in (("weight", self.weight), ("bias", self.bias)):
@@ -264,7 +270,7 @@ class CacheParameters(SetOnce):
         self._set(self._lengths, span.longest)
         try:
             return write(*arguments)
-        except Exception:  # it has not begun
+        except MemoryError:  # it has not begun; what a handler of signals raises comes behind it
             self._longest = before
             raise
 
@@ -743,14 +749,10 @@ def check_block_weights(
                 f"{name} has shape {weight.shape}, expected {expected} from w_q {w_q.shape} and "
                 f"w_v {w_v.shape}"
             )
-    for name, given, width in (("norm", norm, D), ("q_norm", q_norm, H), ("k_norm", k_norm, H)):
-        if given is None:
-            continue
-        if not isinstance(given, NormParameters):
-            raise TypeError(
-                f"{name} must be a LayerNorm, an RMSNorm or None, not {type(given).__name__}"
-            )
-        given._check_fit(width, dtype, f"{name}.")
+    norm, q_norm, k_norm = (
+        _check_norm(name, given, width, dtype)
+        for name, given, width in (("norm", norm, D), ("q_norm", q_norm, H), ("k_norm", k_norm, H))
+    )
     check_choice("norm_position", norm_position, "pre", "post")
     rotary_dim = 0
     if rope is not None:
@@ -779,6 +781,20 @@ def check_block_weights(
         check_flag("is_causal", is_causal),
         check_window(local_window_size),
     )
+
+
+def _check_norm(
+    name: str, norm: NormParameters | None, width: int, dtype: np.dtype[Any]
+) -> NormParameters | None:
+    if norm is None:
+        return None
+    if not isinstance(norm, NormParameters):
+        raise TypeError(
+            f"{name} must be a LayerNorm, an RMSNorm or None, not {type(norm).__name__}"
+        )
+    frozen = norm._frozen()
+    frozen._check_fit(width, dtype, f"{name}.")
+    return frozen
 
 
 def check_arithmetic(arithmetic: str | None) -> Arithmetic | None:

@@ -50,8 +50,11 @@ LONGEST_MESSAGE = 1000
 
 
 def shortened(message: str) -> str:
-    """A message as one line that is not too long to be read."""
-    line = " ".join(message.split())
+    """A message as one line that is not too long to be read, and that no terminal obeys."""
+    line = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in " ".join(message.split())
+    )
     return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + " ..."
 
 

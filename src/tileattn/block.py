@@ -80,7 +80,8 @@ class _Norm(NormParameters):
         >>> tileattn.RMSNorm(eps=0.0)(x, residual=x)
         array([[1.2, 1.6, 0. , 0. ]])
         """
-        x, residual, given = check_norm_inputs(x, residual, self, out)
+        norm = self if type(self) in (LayerNorm, RMSNorm) else self._frozen()
+        x, residual, given = check_norm_inputs(x, residual, norm, out)
         threads = resolve_threads(num_threads)
         D = x.shape[-1]
         if not x.size:
@@ -93,7 +94,7 @@ class _Norm(NormParameters):
             _as_rows(x),
             None if residual is None else _as_rows(residual),
             target,
-            self,
+            norm,
             threads,
         )
         if given is None:

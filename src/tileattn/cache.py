@@ -569,7 +569,10 @@ class KVCache(CacheParameters):
             for x, kept in zip(arrays, aside, strict=True):
                 target, origin = (kept if i == ASIDE else x[i] for i in (b, a))
                 target[:n] = origin[:n]
-        self._lengths, self._longest = lengths, longest
+        # Should something come in between, a ring has rather lost more than less.
+        self._longest = np.maximum(self._longest, longest)
+        self._lengths = lengths
+        self._longest = longest
 
     def _check_positions(self, offset: Integers) -> None:
         if bounds(offset)[0] < 0:

@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import re
+import stat
 import sys
 import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -67,6 +68,9 @@ class Naming:
     needs_config: bool = False  # refused without a model_type
     any_prefix: bool = True  # False: with no prefix given, only names without one are looked at
 
+
+#: Far beyond any model, and few enough digits to be printed.
+MOST_HEADS = 1 << 20
 
 NAMINGS = (
     Naming(
@@ -500,10 +504,16 @@ def _open(path: Path) -> Iterator[_File]:
     suffix = path.suffix.lower()
     if suffix not in (".npz", ".safetensors"):
         _fail(path, "expected a file named *.npz or *.safetensors")
-    if path.is_dir():
-        _fail(path, "is a directory, expected a file")
-    if not path.exists():
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
         _fail(path, "no such file")
+    except (OSError, ValueError) as error:  # ValueError: of a zero byte in the name
+        _fail(path, f"cannot be read: {error}", error)
+    if stat.S_ISDIR(mode):
+        _fail(path, "is a directory, expected a file")
+    if not stat.S_ISREG(mode):  # a pipe or a device may have no end
+        _fail(path, "is no regular file")
     with _open_npz(path) if suffix == ".npz" else _open_safetensors(path) as file:
         yield file
 
@@ -573,11 +583,13 @@ class _Config:
     def __init__(self, path: Path, naming: Naming) -> None:
         self.path = path
         self.values: dict[str, Any] = {}
-        if naming.heads_key is not None and path.is_file():
+        if naming.heads_key is not None and os.path.lexists(path):
             self._read()
         self._check_model(naming)
 
     def _read(self) -> None:
+        if not self.path.is_file():
+            _fail(self.path, "is no regular file, or a link to none")
         try:
             values = json.loads(self.path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:  # the last for what is nested deeply
@@ -727,7 +739,7 @@ def _find_stacks(names: tuple[str, ...]) -> list[_Stack]:
     stacks: dict[_Stack, _Stack] = {}
     for naming in NAMINGS:
         signs = "|".join(re.escape(naming.tensors[sign][0]) for sign in naming.sign.split())
-        numbering = re.escape(naming.layers.strip("[]")).replace(r"\{i\}", r"(?P<i>0|[1-9]\d*)")
+        numbering = re.escape(naming.layers.strip("[]")).replace(r"\{i\}", r"(?P<i>0|[1-9]\d{0,8})")
         optional = "?" if naming.layers.startswith("[") or not naming.layers else ""
         pattern = re.compile(rf"(?P<prefix>(?:.*?\.)??)(?P<n>{numbering}){optional}(?:{signs})")
         for name in names:
@@ -755,7 +767,7 @@ def _names_of_layer(file: _File, naming: Naming, base: str) -> dict[str, str]:
     """Constructor argument -> full name in the file, of the tensors that are there."""
     full = {argument: base + name for argument, (name, _) in naming.tensors.items()}
     present = set(file.names)
-    scope = re.compile(naming.scope)
+    scope = re.compile(naming.scope, re.DOTALL)
     for name in sorted(present - set(full.values())):
         if name.startswith(base) and scope.fullmatch(name, len(base)):
             formula = "" if naming.is_decoder else " (post-norm, no positions in the scores)"
@@ -792,6 +804,8 @@ def _known_sizes(
         if count is not None:
             if count < 1:
                 _fail(path, f"{letter} = {count} heads were asked for, expected at least 1")
+            if count > MOST_HEADS:
+                _fail(path, f"{letter} heads were asked for, more than {MOST_HEADS}: {count}")
             sizes[letter] = count
     if naming.matrices != "heads":
         sizes.setdefault("K", sizes["N"])
