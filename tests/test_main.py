@@ -322,6 +322,16 @@ def test_the_limit_grows_with_what_amplifies_roundings():
     assert command._check(problem, y)[0] > limit
 
 
+def test_the_limit_knows_of_roundings_in_products_that_the_norm_magnifies():
+    constant = np.full((4, 3, 16), 100, dtype=np.float32)
+    problem = problem_of(dtype=np.float32, w_o=constant)  # each column of Z is the same large sum
+    y = problem.block(problem.x)
+    error, limit, _ = command._check(problem, y)
+    assert LIMIT * np.sqrt(np.mean(y**2)) < error <= limit < 1e-2
+    y[0, 0, 0] += 2 * limit
+    assert command._check(problem, y)[0] > limit
+
+
 @pytest.mark.parametrize("there", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("result", [np.nan, np.inf, -np.inf, 0.0])
 def test_what_is_not_finite_must_be_the_same(monkeypatch, there, result):

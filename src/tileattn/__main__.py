@@ -436,12 +436,16 @@ def _check(problem: _Problem, y: Array) -> tuple[float, float, int]:
             break
         # Sums of D or N H terms collect some roundings, as the root of their number. Large scores,
         # a mean far from 0 or a norm of few columns amplify them in any computation in y's dtype;
-        # as much error in x shows how far.
+        # as much error in x and in the weights shows how far.
         terms = max(problem.block.model_dim, problem.block.num_heads * problem.block.v_head_dim)
         rounding = np.finfo(y.dtype).eps * terms**0.5
-        signs = generator.choice([-1.0, 1.0], x.shape)
-        shaken = reference.attention_block(x * (1 + rounding * signs), **weights)
-        limit = max(limit, np.abs(shaken - exact).max(initial=0, where=is_finite))
+        shaken = {
+            name: array * (1 + rounding * generator.choice([-1.0, 1.0], array.shape))
+            for name, array in ({"x": x} | weights).items()
+            if name in ("x", "w_q", "w_k", "w_v", "w_o")
+        }
+        result = reference.attention_block(**(weights | shaken))
+        limit = max(limit, np.abs(result - exact).max(initial=0, where=is_finite))
     return error, float(limit), exact.size - finite.size
 
 
