@@ -126,11 +126,12 @@ def far(options):
     return abs(np.asarray(options.get("query_offset", 0), np.float64)).max(initial=0) > 2**50
 
 
-def overflows(q, k, scale):
+def overflows(q, k, bias, scale):
     """Whether a score, which counts in units of log2, may be beyond the range."""
-    largest = q.shape[-1] * float(abs(q).max(initial=0)) * float(abs(k).max(initial=0))
-    limit = float(np.finfo(oracle.arithmetic(q.dtype)).max)
-    return largest > limit / (2 * max(1.0, abs(1.0 if scale is None else scale)))
+    product = q.shape[-1] * float(abs(q).max(initial=0)) * float(abs(k).max(initial=0))
+    product *= max(1.0, abs(1.0 if scale is None else scale))
+    added = abs(bias[np.isfinite(bias)]).max(initial=0)
+    return max(product, added) > float(np.finfo(oracle.arithmetic(q.dtype)).max) / 4
 
 
 def same_pattern(call, got, expected, what):
@@ -200,7 +201,9 @@ def judge_attention(call, got, expected, contents, is_dots, isa):
     bias = np.asarray(options.get("bias", 0.0), np.float64)
     if contents == "normal" and (~(bias < np.inf)).any():
         contents = "sprinkled"
-    if contents == "normal" and not far(options) and not overflows(q, k, options.get("scale")):
+    if contents == "normal" and (
+        not far(options) and not overflows(q, k, bias, options.get("scale"))
+    ):
         checked(oracle.check_attention, call, got, q, k, v, is_dots=is_dots, **options)
     elif contents == "sprinkled" and not is_dots:
         out, lse = got
