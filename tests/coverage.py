@@ -20,8 +20,8 @@ from pathlib import Path
 TREE = Path(__file__).resolve().parent.parent
 EXTRAS = ("test", "models", "bench")
 BUILT = ("_core.c", "*.so", "__pycache__", "build", "dist", ".*")
-# With the lines of the .pyx named in the C made of it, gcc's counters speak of Cython, too: tracing
-# would need the GIL inside the parallel loops.
+# With the lines of the Cython named in the C made of it, gcc's counters speak of Cython, too:
+# tracing would need the GIL inside the parallel loops.
 # A name holds for what follows it, so each line of C gets it anew.
 TRANSLATE = """
 from pathlib import Path
@@ -104,7 +104,7 @@ def report(source: Path) -> str:
         ).stdout
         for file in json.loads(text)["files"]:
             name = file["file"]
-            if not name.endswith("_core.pyx") and not name.startswith("csrc/"):
+            if not name.startswith(("csrc/", "src/tileattn/loops/")):
                 continue
             for line in file["lines"]:
                 number = line["line_number"]
@@ -115,11 +115,10 @@ def report(source: Path) -> str:
     table = [f"{'':40}{'lines':>7}{'reached':>9}{'branches':>10}{'taken':>7} not reached"]
     for name in sorted(lines):
         missed = [number for number, count in sorted(lines[name].items()) if count == 0]
-        written = (source / "src" / name if name.endswith(".pyx") else source / name).read_text()
-        text = written.splitlines()
+        text = (source / name).read_text().splitlines()
         reached = 1 - len(missed) / len(lines[name])
         row = f"{name:40}{len(lines[name]):7}{reached:9.1%}"
-        if name.endswith(".pyx"):  # a kernel's are as many as the compiler unrolls
+        if name.endswith(".pxi"):  # a kernel's are as many as the compiler unrolls
             counts = [
                 n for (line, _), n in branches[name].items() if CONDITION.match(text[line - 1])
             ]

@@ -14,7 +14,7 @@ The layers; calls go down only::
 
     Python API          attention.py  block.py  ...     checks, prepares weights and angles
        |
-    Cython loops        _core.pyx                       blocked loops over tiles, threads (OpenMP)
+    Cython loops        _core.pyx  loops/*.pxi          blocked loops over tiles, threads (OpenMP)
        |
     C tile kernels      csrc/kernel/*.inc.h             one tile of a product, softmax, norm or rope
        |

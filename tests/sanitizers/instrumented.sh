@@ -33,8 +33,8 @@ build() {
     mkdir "$work/source"
     sources | tar -c --null -T - | tar -x -C "$work/source"
     cd "$work/source"
-    grep -qE "^(cdef .* |    )$1 = " src/tileattn/_core.pyx || fail "_core.pyx has no constant $1"
-    sed -i -E "s/^((cdef .* |    )$1 = ).*/\1$2/" src/tileattn/_core.pyx
+    grep -qE "^(cdef .* |    )$1 = " src/tileattn/loops/*.pxi || fail "the loops have no constant $1"
+    sed -i -E "s/^((cdef .* |    )$1 = ).*/\1$2/" src/tileattn/loops/*.pxi
     "${PYTHON:-python3}" -m venv "$work/venv"
     CC=$CC CFLAGS="-g $flags" LDFLAGS=$flags "$work/venv/bin/pip" install --quiet '.[test]'
     # shellcheck disable=SC2086
