@@ -12,7 +12,11 @@
 typedef int32_t word __attribute__((may_alias)); /* two bfloat16, or four int8 */
 /* 8 x 3 accumulators, and a row of B. With what bytes need beside they fill all 32 registers, and gcc 12
  * spills. */
-enum { LANES = 16, ROWS = 8, VECTORS = 3 };
+enum { LANES = 16, ROWS = 8, VECTORS = 3, CACHE_LINE = 64 };
+/* Up to so many rows read B so evenly that the hardware's prefetching suffices: one row of 4096 x 4096 came
+ * from DRAM at 100% of the bandwidth instead of 70%, four at 93% instead of 75%. With 8 it is 70%
+ * instead of 85%. */
+enum { STREAMED_ROWS = 4 };
 
 TARGET static inline __attribute__((always_inline)) __m512i dot(const int bytes, __m512i acc, __m512i a,
                                                                 __m512i b)
@@ -23,9 +27,13 @@ TARGET static inline __attribute__((always_inline)) __m512i dot(const int bytes,
 
 /* C[rows x vectors] of a tile, from a row and a column of it on. The counts, and whether words are of
  * bytes, are constants at each call. Bytes of A are taken without a sign: what adding 128 to them adds to a
- * sum is summed up beside, once for all rows. */
-TARGET static inline __attribute__((always_inline)) void
-products(const int bytes, const int rows, const int vectors, const ta_dot_tile *t, int row, int column)
+ * sum is summed up beside, once for all rows. Each word of the depth asks for `pace` bytes more from `next`
+ * on, all at once held up 2048 x 4096 x 4096 by 8%; returns where that goes on. */
+TARGET static inline __attribute__((always_inline)) uintptr_t products(const int bytes, const int rows,
+                                                                       const int vectors,
+                                                                       const ta_dot_tile *t, int row,
+                                                                       int column, uintptr_t next,
+                                                                       ptrdiff_t pace)
 {
     __m512i acc[ROWS][VECTORS], added[VECTORS];
     const __m512i signs = _mm512_set1_epi32((int)0x80808080);
@@ -47,6 +55,9 @@ products(const int bytes, const int rows, const int vectors, const ta_dot_tile *
     for (ptrdiff_t step = 0; step < t->depth; step += TA_DOT_WORDS) {
         for (int p = 0; p < TA_DOT_WORDS; p++, b += t->b_stride) {
             __m512i b_row[VECTORS];
+            for (ptrdiff_t at = 0; at < pace; at += CACHE_LINE)
+                __builtin_prefetch((const void *)(next + at), 0, 2);
+            next += pace;
             UNROLL
             for (int j = 0; j < vectors; j++) {
                 b_row[j] = _mm512_loadu_si512(b + j * LANES);
@@ -75,19 +86,22 @@ products(const int bytes, const int rows, const int vectors, const ta_dot_tile *
             _mm512_storeu_si512(c + i * t->c_stride + j * LANES, sum);
         }
     }
+    return next;
 }
 
 /* All columns of some rows of C. */
-TARGET static inline __attribute__((always_inline)) void row_products(const int bytes, const int rows,
-                                                                      const ta_dot_tile *t, int row)
+TARGET static inline __attribute__((always_inline)) uintptr_t row_products(const int bytes, const int rows,
+                                                                           const ta_dot_tile *t, int row,
+                                                                           uintptr_t next, ptrdiff_t pace)
 {
     int column = 0;
     for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)
-        products(bytes, rows, VECTORS, t, row, column);
+        next = products(bytes, rows, VECTORS, t, row, column, next, pace);
     if (column + 2 * LANES == t->columns)
-        products(bytes, rows, 2, t, row, column);
+        next = products(bytes, rows, 2, t, row, column, next, pace);
     else if (column < t->columns)
-        products(bytes, rows, 1, t, row, column);
+        next = products(bytes, rows, 1, t, row, column, next, pace);
+    return next;
 }
 
 /* clang-format off */
@@ -95,10 +109,11 @@ TARGET static inline __attribute__((always_inline)) void row_products(const int 
     X(1, BYTES) X(2, BYTES) X(3, BYTES) X(4, BYTES) X(5, BYTES) X(6, BYTES) X(7, BYTES) X(8, BYTES)
 /* clang-format on */
 #define NAME(R, BYTES) rows_##R##_##BYTES##_avx512_bf16
-#define INSTANCE(R, BYTES)                                                                     \
-    TARGET static __attribute__((noinline)) void NAME(R, BYTES)(const ta_dot_tile *t, int row) \
-    {                                                                                          \
-        row_products(BYTES, R, t, row);                                                        \
+#define INSTANCE(R, BYTES)                                                                           \
+    TARGET static __attribute__((noinline)) uintptr_t NAME(R, BYTES)(const ta_dot_tile *t, int row,  \
+                                                                     uintptr_t next, ptrdiff_t pace) \
+    {                                                                                                \
+        return row_products(BYTES, R, t, row, next, pace);                                           \
     }
 #define ENTRY(R, BYTES) NAME(R, BYTES),
 EACH_ROWS(INSTANCE, 0)
@@ -106,15 +121,16 @@ EACH_ROWS(INSTANCE, 1)
 
 static void product_avx512_bf16(const int bytes, const ta_dot_tile *t)
 {
-    static void (*const instances[2][ROWS])(const ta_dot_tile *, int) = {{EACH_ROWS(ENTRY, 0)},
-                                                                         {EACH_ROWS(ENTRY, 1)}};
-    const uintptr_t next = (uintptr_t)t->next;
-    for (ptrdiff_t at = 0; at < t->next_bytes; at += 64)
-        __builtin_prefetch((const void *)(next + at), 0, 2);
+    static uintptr_t (*const instances[2][ROWS])(const ta_dot_tile *, int, uintptr_t, ptrdiff_t) = {
+        {EACH_ROWS(ENTRY, 0)}, {EACH_ROWS(ENTRY, 1)}};
     const int tiles = (t->rows + ROWS - 1) / ROWS;
+    const int groups = (t->columns + VECTORS * LANES - 1) / (VECTORS * LANES);
+    const ptrdiff_t steps = tiles * groups * t->depth;
+    const ptrdiff_t pace = steps == 0 || t->rows <= STREAMED_ROWS ? 0 : (t->next_bytes + steps - 1) / steps;
+    uintptr_t next = (uintptr_t)t->next;
     for (int tile = 0; tile < tiles; tile++) {
         const int begin = tile * t->rows / tiles, end = (tile + 1) * t->rows / tiles;
-        instances[bytes][end - begin - 1](t, begin);
+        next = instances[bytes][end - begin - 1](t, begin, next, pace);
     }
 }
 

@@ -279,12 +279,12 @@ static void TA_NAME(value_dots)(const ta_attention_tile *t, const ta_dots *dots)
     }
 }
 
-/* The yardstick, as fma_rounds is for multiply-adds: a whole tile times the same words at each step, so
- * that what it reads stays in the first-level cache. Every product adds 1 to C, which so counts them,
- * exactly for up to 2^19 rounds. */
+/* The yardstick, as fma_rounds is for multiply-adds: a whole tile, of columns that fill every register
+ * tile, times the same words at each step, so that what it reads stays in the first-level cache. Every
+ * product adds 1 to C, which so counts them, exactly for up to 2^19 rounds. */
 static double TA_NAME(dot_rounds)(const ta_dots *dots, ptrdiff_t rounds)
 {
-    enum { COLUMNS = 32 };
+    enum { COLUMNS = 96 };
     _Alignas(64) uint32_t words[TA_DOT_ROWS * TA_DOT_WORDS]; /* of A; B is one row, for every depth */
     _Alignas(64) float c[TA_DOT_ROWS * COLUMNS];
     for (int i = 0; i < TA_DOT_ROWS * TA_DOT_WORDS; i++)

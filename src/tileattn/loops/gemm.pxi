@@ -7,8 +7,9 @@ cdef enum:
     # Bytes ahead that a single register tile prefetches. Without, 4 rows read B from DRAM at 68% of the
     # bandwidth instead of 88%; 64 KiB ahead are no better, and worse where B lies in a cache.
     STREAM_AHEAD = 4096
-    # The same for dot products: 4 KiB took 1.1 times as long for one row of 4096 x 4096, 32 KiB as long.
-    DOT_AHEAD = 1 << 14
+    # The same for dot products: with AMX, 4 KiB took 1.1 times as long for one row of 4096 x 4096, and
+    # 16 KiB as long; without, 16 KiB took 1.1 times as long for 16 rows.
+    DOT_AHEAD = 1 << 15
     # Bytes of a block of A up to which it is packed over the whole depth, so that every panel of B is
     # read in one stream and C stays in the first-level cache: a part of any second-level cache.
     WHOLE_DEPTH = 1 << 19

@@ -176,8 +176,8 @@ def measure_fma_peak(str dtype, int threads):
 def measure_dot_peak(int threads):
     """Of bfloat16 dot products in the first-level cache, in GFLOP/s; 0 where there are none."""
     cdef const ta_dots *dots = usable_dots()
-    # A round is 64 cycles of AMX, and a thousand of AVX512_BF16.
-    return 0.0 if dots == NULL else measure_peak(active.f32, dots, 30_000, threads)
+    # A round is 200 cycles of AMX, and three thousand of AVX512_BF16.
+    return 0.0 if dots == NULL else measure_peak(active.f32, dots, 10_000, threads)
 
 
 def measure_read_bandwidth(source, int threads):
