@@ -8,6 +8,7 @@
 
 #if TA_HAVE_X86_REGIONS
 
+#include "ahead.h"
 #include "tileattn.h"
 
 #include <immintrin.h>
@@ -39,18 +40,6 @@ TARGET static void begin_amx(void)
 TARGET static void end_amx(void)
 {
     _tile_release();
-}
-
-/* What a step of a tile asks for: addresses, maybe of no memory at all. */
-typedef struct ahead {
-    intptr_t at, end, share;
-} ahead;
-
-INLINE void fetch(ahead *next)
-{
-    const intptr_t stop = next->end - next->at < next->share ? next->end : next->at + next->share;
-    for (; next->at < stop; next->at += 64)
-        __builtin_prefetch((const void *)next->at, 0, 2);
 }
 
 #define DOT(C, A, B)                 \
@@ -139,8 +128,7 @@ INLINE void product_amx(const int bytes, const ta_dot_tile *t)
 {
     const int lots = t->columns / LOT, passes = t->rows > LOT ? (lots + 1) / 2 : (lots + 3) / 4;
     const ptrdiff_t steps = passes * (t->depth / TA_DOT_WORDS);
-    const intptr_t at = (intptr_t)t->next;
-    ahead next = {at, at + t->next_bytes, steps ? t->next_bytes / steps + 64 : 0};
+    ahead next = ahead_of(t, steps ? t->next_bytes / steps + 64 : 0);
     int column = 0, left = lots;
     if (t->rows > LOT) {
         for (; left >= 2; left -= 2, column += 2 * LOT)

@@ -3,6 +3,7 @@
 
 #if TA_HAVE_X86_REGIONS
 
+#include "ahead.h"
 #include "tileattn.h"
 
 #include <immintrin.h>
@@ -12,7 +13,7 @@
 typedef int32_t word __attribute__((may_alias)); /* two bfloat16, or four int8 */
 /* 8 x 3 accumulators, and a row of B. With what bytes need beside they fill all 32 registers, and gcc 12
  * spills. */
-enum { LANES = 16, ROWS = 8, VECTORS = 3, CACHE_LINE = 64 };
+enum { LANES = 16, ROWS = 8, VECTORS = 3 };
 /* Up to so many rows read B so evenly that the hardware's prefetching suffices: one row of 4096 x 4096 came
  * from DRAM at 100% of the bandwidth instead of 70%, four at 93% instead of 75%. With 8 it is 70%
  * instead of 85%. */
@@ -27,13 +28,11 @@ TARGET static inline __attribute__((always_inline)) __m512i dot(const int bytes,
 
 /* C[rows x vectors] of a tile, from a row and a column of it on. The counts, and whether words are of
  * bytes, are constants at each call. Bytes of A are taken without a sign: what adding 128 to them adds to a
- * sum is summed up beside, once for all rows. Each word of the depth asks for `pace` bytes more from `next`
- * on, all at once held up 2048 x 4096 x 4096 by 8%; returns where that goes on. */
-TARGET static inline __attribute__((always_inline)) uintptr_t products(const int bytes, const int rows,
-                                                                       const int vectors,
-                                                                       const ta_dot_tile *t, int row,
-                                                                       int column, uintptr_t next,
-                                                                       ptrdiff_t pace)
+ * sum is summed up beside, once for all rows. Each word of the depth is a step of `next`: to ask for all of
+ * it at once held up 2048 x 4096 x 4096 by 8%. */
+TARGET static inline __attribute__((always_inline)) void products(const int bytes, const int rows,
+                                                                  const int vectors, const ta_dot_tile *t,
+                                                                  int row, int column, ahead *next)
 {
     __m512i acc[ROWS][VECTORS], added[VECTORS];
     const __m512i signs = _mm512_set1_epi32((int)0x80808080);
@@ -55,9 +54,7 @@ TARGET static inline __attribute__((always_inline)) uintptr_t products(const int
     for (ptrdiff_t step = 0; step < t->depth; step += TA_DOT_WORDS) {
         for (int p = 0; p < TA_DOT_WORDS; p++, b += t->b_stride) {
             __m512i b_row[VECTORS];
-            for (ptrdiff_t at = 0; at < pace; at += CACHE_LINE)
-                __builtin_prefetch((const void *)(next + at), 0, 2);
-            next += pace;
+            fetch(next);
             UNROLL
             for (int j = 0; j < vectors; j++) {
                 b_row[j] = _mm512_loadu_si512(b + j * LANES);
@@ -86,22 +83,19 @@ TARGET static inline __attribute__((always_inline)) uintptr_t products(const int
             _mm512_storeu_si512(c + i * t->c_stride + j * LANES, sum);
         }
     }
-    return next;
 }
 
 /* All columns of some rows of C. */
-TARGET static inline __attribute__((always_inline)) uintptr_t row_products(const int bytes, const int rows,
-                                                                           const ta_dot_tile *t, int row,
-                                                                           uintptr_t next, ptrdiff_t pace)
+TARGET static inline __attribute__((always_inline)) void
+row_products(const int bytes, const int rows, const ta_dot_tile *t, int row, ahead *next)
 {
     int column = 0;
     for (; column + VECTORS * LANES <= t->columns; column += VECTORS * LANES)
-        next = products(bytes, rows, VECTORS, t, row, column, next, pace);
+        products(bytes, rows, VECTORS, t, row, column, next);
     if (column + 2 * LANES == t->columns)
-        next = products(bytes, rows, 2, t, row, column, next, pace);
+        products(bytes, rows, 2, t, row, column, next);
     else if (column < t->columns)
-        next = products(bytes, rows, 1, t, row, column, next, pace);
-    return next;
+        products(bytes, rows, 1, t, row, column, next);
 }
 
 /* clang-format off */
@@ -109,11 +103,11 @@ TARGET static inline __attribute__((always_inline)) uintptr_t row_products(const
     X(1, BYTES) X(2, BYTES) X(3, BYTES) X(4, BYTES) X(5, BYTES) X(6, BYTES) X(7, BYTES) X(8, BYTES)
 /* clang-format on */
 #define NAME(R, BYTES) rows_##R##_##BYTES##_avx512_bf16
-#define INSTANCE(R, BYTES)                                                                           \
-    TARGET static __attribute__((noinline)) uintptr_t NAME(R, BYTES)(const ta_dot_tile *t, int row,  \
-                                                                     uintptr_t next, ptrdiff_t pace) \
-    {                                                                                                \
-        return row_products(BYTES, R, t, row, next, pace);                                           \
+#define INSTANCE(R, BYTES)                                                                     \
+    TARGET static __attribute__((noinline)) void NAME(R, BYTES)(const ta_dot_tile *t, int row, \
+                                                                ahead *next)                   \
+    {                                                                                          \
+        row_products(BYTES, R, t, row, next);                                                  \
     }
 #define ENTRY(R, BYTES) NAME(R, BYTES),
 EACH_ROWS(INSTANCE, 0)
@@ -121,16 +115,16 @@ EACH_ROWS(INSTANCE, 1)
 
 static void product_avx512_bf16(const int bytes, const ta_dot_tile *t)
 {
-    static uintptr_t (*const instances[2][ROWS])(const ta_dot_tile *, int, uintptr_t, ptrdiff_t) = {
-        {EACH_ROWS(ENTRY, 0)}, {EACH_ROWS(ENTRY, 1)}};
+    static void (*const instances[2][ROWS])(const ta_dot_tile *, int, ahead *) = {{EACH_ROWS(ENTRY, 0)},
+                                                                                  {EACH_ROWS(ENTRY, 1)}};
     const int tiles = (t->rows + ROWS - 1) / ROWS;
     const int groups = (t->columns + VECTORS * LANES - 1) / (VECTORS * LANES);
     const ptrdiff_t steps = tiles * groups * t->depth;
-    const ptrdiff_t pace = steps == 0 || t->rows <= STREAMED_ROWS ? 0 : (t->next_bytes + steps - 1) / steps;
-    uintptr_t next = (uintptr_t)t->next;
+    const int is_asked = t->rows > STREAMED_ROWS && steps > 0;
+    ahead next = ahead_of(t, is_asked ? (t->next_bytes + steps - 1) / steps : 0);
     for (int tile = 0; tile < tiles; tile++) {
         const int begin = tile * t->rows / tiles, end = (tile + 1) * t->rows / tiles;
-        next = instances[bytes][end - begin - 1](t, begin, next, pace);
+        instances[bytes][end - begin - 1](t, begin, &next);
     }
 }
 
